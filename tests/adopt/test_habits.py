@@ -18,36 +18,17 @@ from torch.optim import Optimizer
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.table_parameter import TableParameter
 from tests.support.facts import facts
+from tests.support.twins import CAPACITY, DIM, ROWS, Items, Seen, same_as_unadopted
 
-ROWS, DIM, STEPS, CAPACITY = 300, 4, 24, "90 rows"  # of two tables, and of each script
+STEPS = 24
 
 pytestmark = [
     pytest.mark.usefixtures("no_engine", "let_go"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # of torch's own sparse Adagrad
 ]
 
-Seen = list[Tensor]
 Optimizers = Callable[[Any], list[Optimizer]]
-
-
-def same_as_unadopted(script: Callable[[Callable[[Any], Any]], Seen]) -> None:
-    """script: gets the function that adopts its models."""
-
-    def adopted(model: nn.Module) -> nn.Module:
-        rowcast.adopt(model, CAPACITY)
-        assert any(isinstance(own, TableParameter) for own in model.parameters())
-        return model
-
-    torch.manual_seed(0)
-    plain = script(lambda model: model)
-    torch.manual_seed(0)
-    seen = script(adopted)
-    assert len(seen) == len(plain)
-    for own, expected in zip(seen, plain, strict=True):
-        assert own.shape == expected.shape
-        assert int((own != expected).sum()) == 0  # of values
 
 
 def state_of(model: Any, optimizers: list[Optimizer]) -> Seen:
@@ -178,24 +159,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("habits", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_an_optimizer_trains_the_rows_as_it_trains_the_whole_table(habits: Habits) -> None:
     same_as_unadopted(habits.script)
-
-
-class Items(nn.Module):
-    def __init__(
-        self, *, sparse: bool = False, tied: bool = False, frozen: bool = False, by_freq: bool = False
-    ) -> None:
-        super().__init__()
-        self.item = nn.Embedding(ROWS, DIM, padding_idx=0, sparse=sparse, scale_grad_by_freq=by_freq)
-        self.other = nn.Embedding(ROWS, DIM, sparse=sparse)
-        if tied:
-            self.other.weight = self.item.weight
-        self.other.weight.requires_grad_(not frozen)
-        self.top = nn.Linear(2 * DIM, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        items = self.item(x).mean(1) + self.item(x + 1).mean(1) + self.item(y).mean(1)
-        scores: Tensor = self.top(torch.cat([items, self.other(y).sum(1)], 1))
-        return scores.squeeze(1)
 
 
 def items() -> Iterator[tuple[Tensor, ...]]:

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.optimizer_trial import Kept, SpotCheck
-from tests.adopt.test_habits import CAPACITY, Items, same_as_unadopted
 from tests.support.facts import facts
 from tests.support.repeats import count
+from tests.support.twins import CAPACITY, Items, same_as_unadopted
 
 pytestmark = [
     pytest.mark.usefixtures("no_engine", "let_go"),
