@@ -164,6 +164,13 @@ def arithmetic(script: Any, at: int) -> None:
     grad.mul_(0.9).clamp_(-0.01, 0.01)
     grad *= torch.linspace(0, 1, ROWS)[:, None]
     grad.div_(grad.norm(dim=1, keepdim=True).clamp(min=1))
+    grad -= grad.mean(dim=1, keepdim=True)
+    grad.data.add_(torch.zeros(ROWS, 1))
+    script.seen += [
+        torch.isfinite(script.weight).all(),
+        (script.weight == 0).sum(),
+        torch.zeros(ROWS * DIM).view_as(script.weight),
+    ]
     torch._foreach_mul_([each.grad for each in script.tables], 0.5)
     script.weight.grad = torch.where(grad.abs() > 1e-5, grad, 0.0)
 
@@ -269,7 +276,16 @@ def in_turn(script: Any) -> None:
     rules[len(script.seen) % 2].step()
 
 
+def adversarial(script: Any, at: int) -> None:
+    weight, before = script.weight, script.weight.data.clone()
+    norm = torch.norm(weight.grad)
+    weight.data.add_(0.5 * weight.grad / norm)
+    F.mse_loss(script.scores(torch.arange(at, at + 16), at), torch.ones(16)).backward()  # type: ignore[no-untyped-call]
+    weight.data = before
+
+
 habit("steps by hand", step=by_hand)
+habit("an adversarial step", between=adversarial)
 habit("momentum by hand", step=momentum_by_hand)
 habit("two steps of one gradient", step=twice)
 habit("zeros of a table that is not looked up", scores=unused, backward=kept_zeros)
@@ -292,6 +308,10 @@ def resets_rows(script: Any, at: int, ids: Tensor) -> None:
 def replaces(script: Any, at: int, ids: Tensor) -> None:
     if at == 6:
         script.state["exp_avg"] = torch.ones(ROWS, DIM) * 0.01
+    if at == 8:
+        script.state["exp_avg_sq"].data = torch.full((ROWS, DIM), 0.02)
+        for name, value in script.state.items():
+            script.state[name] = value.to("cpu")
 
 
 def holds_state(script: Any, at: int, ids: Tensor) -> None:

@@ -215,7 +215,7 @@ def by_value(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
         if len(ids) == len(rows.ids):
             ids = rows.ids
     try:
-        rest = rest_of(func, name, leaves, spec, changes, rows)
+        rest = rest_of(func, name, leaves, spec, changes, rows, ids)
     except Varies:
         if changes:
             raise refused(rows, f"{name} with all rows of another tensor would change every row") from None
@@ -240,24 +240,29 @@ def is_of_rows(leaf: Any, rows: Rows) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[0] == rows.num_rows != 1
 
 
-def rest_of(func: Any, name: str, leaves: list[Any], spec: Any, changes: bool, rows: Rows) -> Tensor:
-    """Returns what the operation makes of each row that no gradient has, [1, D]. Raises Varies."""
+def rest_of(func: Any, name: str, leaves: list[Any], spec: Any, changes: bool, rows: Rows, ids: Tensor) -> Tensor:
+    """Returns what the operation makes of each row beside `ids`, which no gradient has, [1, D]. Raises Varies."""
     if any(isinstance(leaf, Tensor) and leaf.dim() > 2 for leaf in leaves):
         raise Varies
     tables = [leaf for leaf in leaves if is_of_rows(leaf, rows) and not isinstance(leaf, RowGradient)]
 
-    def of_rest(leaf: Any, filling: Any) -> Any:
-        if isinstance(leaf, RowGradient):
-            return leaf.rows.rest.clone() if changes else leaf.rows.rest
-        return torch.full_like(leaf[:1], filling) if is_of_rows(leaf, rows) else leaf
+    def with_rows(row_of: Callable[[Tensor], Tensor]) -> Tensor:
+        def of_rest(leaf: Any) -> Any:
+            if isinstance(leaf, RowGradient):
+                return leaf.rows.rest.clone() if changes else leaf.rows.rest
+            return row_of(leaf) if is_of_rows(leaf, rows) else leaf
 
-    def with_filling(filling: Any) -> Tensor:
-        call = tree_unflatten([of_rest(leaf, filling) for leaf in leaves], spec)
+        call = tree_unflatten([of_rest(leaf) for leaf in leaves], spec)
         rest: Tensor = func(*call[0], **call[1])
         return rest
 
-    if not tables:
-        return with_filling(0)
+    def with_filling(filling: Any) -> Tensor:
+        return with_rows(lambda table: torch.full_like(table[:1], filling))
+
+    if all(is_alike_beside(table, ids) for table in tables):
+        is_beside = torch.ones(rows.num_rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False)
+        first = int(is_beside.to(torch.int8).argmax())
+        return with_rows(lambda table: table[first : first + 1])
     if all(table.dtype == torch.bool for table in tables):
         rest = with_filling(True)
         if torch.equal(rest, with_filling(False)):
@@ -273,6 +278,12 @@ def rest_of(func: Any, name: str, leaves: list[Any], spec: Any, changes: bool, r
     if not all(bool((table != 0).all() if is_divisor else table.isfinite().all()) for table in tables):
         raise Varies
     return with_filling(1)
+
+
+def is_alike_beside(table: Tensor, ids: Tensor) -> bool:
+    """Whether the rows of a tensor [V, ...] beside `ids`, i64 [n] distinct, are all the same."""
+    others = table[torch.ones(len(table), dtype=torch.bool, device=table.device).index_fill_(0, ids, False)]
+    return bool((others == others[:1]).all())
 
 
 def onto_plain(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:

@@ -60,10 +60,16 @@ OF_PARAMETER = frozenset(
 )
 OF_MEMORY = frozenset(("stride", "is_contiguous", "storage_offset"))
 MOVES = frozenset(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"))
+OF_ANOTHER = frozenset(("view_as", "expand_as", "reshape_as", "type_as"))  # take only the shape or type of their second
 RESHAPES = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "as_strided_"))
 # of the whole table, and no part of a loss
 READS = frozenset(
-    ("detach", "copy_", "__repr__", "tolist", "__format__", "untyped_storage", "data_ptr", "storage", "equal")
+    (
+        *("detach", "copy_", "__repr__", "tolist", "__format__", "untyped_storage", "data_ptr", "storage", "equal"),
+        *("isnan", "isinf", "isfinite", "isneginf", "isposinf", "isclose", "allclose", "signbit", "all", "any"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
+        *("argmax", "argmin", "argsort", "nonzero", "count_nonzero", "histc", "bucketize", "searchsorted", "isin"),
+    )
 )
 SCORES = frozenset(
     (
@@ -103,7 +109,8 @@ class TableParameter(nn.Parameter):
             return first
         if name in MOVES and (moved := another_door(func, args, kwargs)) is not None:
             return moved
-        if name in OF_PARAMETER or (name in ("__get__", "__set__") and attribute in PROPERTIES):
+        is_property = name in ("__get__", "__set__") and attribute in PROPERTIES
+        if name in OF_PARAMETER or is_property or (name in OF_ANOTHER and not isinstance(first, TableParameter)):
             with as_plain():
                 return func(*args, **kwargs)
         if name in OF_MEMORY:
@@ -145,6 +152,9 @@ class TableState(Tensor):
         if name in OF_PARAMETER or (name in ("__get__", "__set__") and attribute in (*PROPERTIES, "grad")):
             with as_plain():
                 return func(*args, **(kwargs or {}))
+        if (name, attribute) == ("__set__", "data"):
+            opened(args[0]).copy_(args[1])
+            return None
         return through_doors(func, args, kwargs or {})
 
     def plain(self) -> Tensor:
