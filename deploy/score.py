@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from typer import Option
 
 from rowcast.deploy.local import run_both
-from rowcast.job.file import apply_override, parse_manifest_job, read_content
+from rowcast.job.file import apply_override, parse_job, read_content
 from rowcast.job.formats import FORMATS, format_of
-from rowcast.job.named_code import code_in, trusted
+from rowcast.job.named_code import code_in, from_file, trusted
 from rowcast.job.removed import without_removed
 from rowcast.job.schema import Job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
@@ -104,7 +104,7 @@ def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence
         require_data(data)
     for override in overrides:
         apply_override(content, override)
-    return parse_manifest_job(content, f"the job of {run}")
+    return from_file(parse_job(content, f"the job of {run}"))
 
 
 def scoring_content(checkpoint: Manifest, run: Path, data: str) -> dict[str, Any]:

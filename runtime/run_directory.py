@@ -159,7 +159,7 @@ def holder(run_dir: Path, role: Role) -> str | None:
     try:
         with path.open() as lock:
             return (lock.read(32) or "unknown") if is_locked(lock.fileno(), path) else None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise unreadable(path, error) from None

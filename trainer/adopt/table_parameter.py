@@ -117,7 +117,7 @@ class TableParameter(nn.Parameter):
             return func(torch.empty(first.table.shape, device="meta"), *args[1:], **kwargs)
         if torch.is_grad_enabled() and name not in READS:
             if name == "clone" and first.requires_grad:
-                return Snapshot.apply(torch.zeros((), requires_grad=True), first)  # type: ignore[no-untyped-call]
+                return Snapshot.apply(torch.zeros((), requires_grad=True, device="cpu"), first)  # type: ignore[no-untyped-call]
             if name in ("numpy", "__array__"):
                 with as_plain():
                     return func(*args, **kwargs)  # torch refuses it: the parameter takes gradients
