@@ -9,6 +9,7 @@ numba's files are pickles: what is loaded can run anything. So only those are th
 
 import fcntl
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -21,7 +22,6 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.registry import cpu_target
 
 from rowcast.runtime.safe_files import opened_safely
-from rowcast.runtime.telemetry.logs import print_line
 
 WAIT_S, POLL_S = 120.0, 0.05  # a loop takes some seconds; a holder that is stopped keeps the others no longer
 SHOWN = 200  # characters of a signature
@@ -44,7 +44,9 @@ class SafeFiles(IndexDataCacheFile):  # type: ignore[misc]
         except OSError as error:
             if TOLD not in os.environ:
                 os.environ[TOLD] = "1"
-                print_line(f"compiled loops are not loaded, but compiled: {error.filename}: {error.strerror}")
+                sys.stderr.write(
+                    f"rowcast: compiled loops are not loaded, but compiled: {error.filename}: {error.strerror}\n"
+                )  # a reader of versions has no structlog
             return {}
         finally:
             self._index_path = named

@@ -14,13 +14,12 @@ import os
 import pwd
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
-
-from rowcast.runtime.telemetry.logs import print_line
 
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -84,4 +83,6 @@ def use_safe_caches() -> None:
         if why := unsafe_below(Path(os.environ.get(name) or usual).expanduser()):
             os.environ[name] = tempfile.mkdtemp(prefix="rowcast-")
             atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
-            print_line(f"compiled kernels are not loaded, but compiled: {why}; set {name} to a folder of your own")
+            sys.stderr.write(
+                f"rowcast: compiled kernels are not loaded, but compiled: {why}; set {name} to a folder of your own\n"
+            )  # a reader of versions has no structlog
