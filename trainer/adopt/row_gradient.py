@@ -183,6 +183,10 @@ def copied(leaf: Any) -> Any:
     return leaf.rows.whole() if isinstance(leaf, RowGradient) else leaf
 
 
+def looked_up(leaf: Any) -> Any:
+    return leaf.rows.values if isinstance(leaf, RowGradient) else leaf
+
+
 def refused(rows: Rows, reason: str) -> RowcastError:
     return RowcastError(
         f"the gradient of the adopted table {rows.name} has values in the rows that were looked up, and {reason}; "
@@ -291,11 +295,7 @@ def onto_plain(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
     target = args[0]
     if name in ADDS and rows.is_by_rows and target.shape[0] == rows.num_rows:
         chosen = target[rows.ids]
-        func(
-            chosen,
-            *tree_map(lambda leaf: leaf.rows.values if isinstance(leaf, RowGradient) else leaf, args[1:]),
-            **kwargs,
-        )
+        func(chosen, *tree_map(looked_up, args[1:]), **kwargs)
         target[rows.ids] = chosen
         return target
     return func(*tree_map(copied, args), **tree_map(copied, kwargs))
@@ -305,7 +305,7 @@ def of_each(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation over lists, such as torch._foreach_mul_."""
     name = func.overloadpacket.__name__
     if name.startswith("_amp_foreach_"):  # finds what is not finite, and scales: zeros stay
-        return func(*tree_map(lambda leaf: leaf.rows.values if isinstance(leaf, RowGradient) else leaf, args), **kwargs)
+        return func(*tree_map(looked_up, args), **kwargs)
     base = name.removeprefix("_foreach_")
     one = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base)
     number = len(args[0])

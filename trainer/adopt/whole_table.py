@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.logs import print_line
-from rowcast.trainer.adopt.row_gradient import ADDS, RowGradient, Rows, as_plain, copied, shares_memory
+from rowcast.trainer.adopt.row_gradient import ADDS, RowGradient, Rows, as_plain, copied, looked_up, shares_memory
 
 WEIGHTS = "weights"  # the name of their field
 
@@ -159,7 +159,7 @@ def by_rows(keeper: Keeper, func: Any, target: TableView, rows: Rows, args: Any,
         )
 
     def change(chosen: Tensor) -> None:
-        others = tree_map(lambda leaf: leaf.rows.values if isinstance(leaf, RowGradient) else leaf, (args[1:], kwargs))
+        others = tree_map(looked_up, (args[1:], kwargs))
         func(chosen, *others[0], **others[1])
 
     say_of_hand(keeper.name)
