@@ -49,7 +49,7 @@ from torch.distributed.launcher import api
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.runtime.process import UNTRAINED, Signals
 from rowcast.runtime.stops import AT_SUDDEN_EXIT
-from rowcast.runtime.telemetry.logs import open_missing_descriptors, say
+from rowcast.runtime.telemetry.logs import get_logger, open_missing_descriptors, say, setup_logging
 
 MEETING_S = 600  # until all hosts have arrived
 LEAVE_S = 10  # for trainers to end after a failure; they have nothing to save
@@ -244,7 +244,8 @@ def main(arguments: list[str]) -> int:
     except SignalException as error:
         if OneAddress.has_started:
             return 128 + error.sigval
-        say("torchrun", UNTRAINED)
+        setup_logging("torchrun")
+        get_logger().info(UNTRAINED, reason=signal.Signals(error.sigval).name)
     return 0
 
 
