@@ -33,7 +33,7 @@ test-rest: $(VENV)/installed  ## what `make test` leaves out
 	$(PYTEST) -m rest
 
 test-all: $(VENV)/installed  ## the whole test suite, and the examples with packages that rowcast does not need
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt polars datasets lightning transformers accelerate
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt polars datasets lightning transformers accelerate pykeen torch-rechub
 	$(PYTEST)
 
 check: $(VENV)/installed  ## style and types

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path
 
 from examples.adopt.any.__main__ import SCRIPTS
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
+from tests.support.twins import bytes_by_name
 
 ANY_WARNING = pytest.mark.filterwarnings("ignore")  # of these packages
 
@@ -34,12 +33,9 @@ PACKAGES = {
 
 
 def trained(script: str, capacity: str) -> dict[str, Any]:
-    """What the script ends with, by name; bytes of tensors."""
     for package in PACKAGES.get(script, ()):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
-    ended = import_module(f"examples.adopt.any.{script}").main(capacity)
-    leaves = {"".join(map(str, path)): leaf for path, leaf in tree_flatten_with_path(ended)[0]}
-    return {name: own.numpy().tobytes() if isinstance(own, Tensor) else own for name, own in leaves.items()}
+    return bytes_by_name(import_module(f"examples.adopt.any.{script}").main(capacity))
 
 
 @pytest.mark.usefixtures("let_go")

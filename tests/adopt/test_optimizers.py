@@ -6,6 +6,7 @@ the spot check     what only training shows, at steps 2, 4, 8, ...
 
 import inspect
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,7 @@ def test_each_rule_of_a_package_keeps_its_bits_or_is_refused_by_name(package: st
     module = pytest.importorskip(package)
     steps = count(test=6, soak=64)
     outcomes = {name: outcome(rule, steps, sparse=sparse) for name, rule in rules_of(module).items()}
+    print(package, "sparse" if sparse else "dense", Counter(outcomes.values()))  # noqa: T201 - for the log
     assert not {name: own for name, own in outcomes.items() if own not in ("same bits", "refused", "not usable")}
     plain = {"SGD", "SparseAdam", "Adagrad"} if sparse else {"SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Rprop"}
     assert not {name for name in plain & outcomes.keys() if outcomes[name] != "same bits"}  # no false alarm

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten_with_path
 
 import rowcast
 from rowcast.trainer.adopt.table_parameter import TableParameter
@@ -30,6 +31,12 @@ def same_as_unadopted(script: Callable[[Callable[[Any], Any]], Seen]) -> None:
     for own, expected in zip(seen, plain, strict=True):
         assert own.shape == expected.shape
         assert int((own != expected).sum()) == 0  # of values
+
+
+def bytes_by_name(ended: Any) -> dict[str, Any]:
+    """What a script ends with, by name; bytes of tensors."""
+    leaves = {"".join(map(str, path)): leaf for path, leaf in tree_flatten_with_path(ended)[0]}
+    return {name: own.numpy().tobytes() if isinstance(own, Tensor) else own for name, own in leaves.items()}
 
 
 class Items(nn.Module):

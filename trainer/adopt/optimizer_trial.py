@@ -111,9 +111,13 @@ def first_states(rule: Rule) -> dict[str, float]:
     """The states that a rule keeps of a row, with their values before the first step."""
     weights = torch.linspace(-1, 1, SMALL[0] * SMALL[1], device="cpu").reshape(SMALL)
     optimizer, parameter = rule.anew(weights)
-    first = {name: float(own.flatten()[0]) for name, own in rows_of(optimizer, parameter).items()}
+    grad = weights * 0.5
+    if rule.is_sparse:
+        grad[0] = 0  # a row without a gradient keeps what the rule begins its states with
+        grad = grad.to_sparse(1)
+    first = {name: float(own[0, 0]) for name, own in rows_of(optimizer, parameter).items()}
     for _ in range(2):
-        parameter.grad = (weights * 0.5).to_sparse(1) if rule.is_sparse else weights * 0.5
+        parameter.grad = grad
         step_without_hooks(optimizer)
     for name, value in [*without_params(optimizer).items(), *optimizer.state[parameter].items()]:
         for own in tree_leaves(value):
@@ -124,7 +128,8 @@ def first_states(rule: Rule) -> dict[str, float]:
                     f"keeps {name} of {form_of(own)}{place} for a table of {list(SMALL)}, and rowcast moves states "
                     "that have a row of torch.float32 for each row"
                 )
-    return {name: first.get(name, 0.0) for name in rows_of(optimizer, parameter)}
+    begun = rows_of(optimizer, parameter).items()  # a dense rule begins its states itself, in a row's first missed step
+    return {name: first.get(name, float(own[0, 0]) if rule.is_sparse else 0.0) for name, own in begun}
 
 
 def rows_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
