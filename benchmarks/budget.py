@@ -137,7 +137,7 @@ def measure(batch_size: int, rounds: int) -> dict[str, tuple[int, float]]:
             clocks.watch(planner, "move", "- victims, fill, use")
             clocks.watch(memory.numbers, "of", "- find")
             clocks.watch(memory.numbers, "added", "- find to write")
-            clocks.watch(memory, "_scatter", "- scatter")
+            clocks.watch(memory.rows, "_scatter", "- scatter")
         with clocks.timed("plan: move and arrange", 0):
             plan = planner.plan()
         planned = batches[plan.step - batches[0].step]

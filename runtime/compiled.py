@@ -24,6 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 LOOPS: list[Any] = []  # all loops of the imported modules
 BYTE_POINTER, INT = ir.IntType(8).as_pointer(), ir.IntType(32)
 LINE = ir.VectorType(ir.IntType(64), 8)  # of a processor's cache
+ZEROS = ir.Constant(LINE, [LINE.element(0)] * 8)
 STORES_PAST_CACHES = platform.machine() in ("x86_64", "AMD64")  # whether `store_line` and `end_stores` exist here
 
 # Functions of the C library, for compiled loops. Arrays are passed by address: array.ctypes.data.
@@ -175,8 +176,9 @@ prefetch, prefetch_to_write = prefetching(0), prefetching(1)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def store_line(typing_context: Any, target: Any, at: Any, source: Any, first: Any) -> Any:
-    """In a compiled loop, copies 8 words from source[first] to target[at] past the caches; both are u64 and 1-D.
+def store_line(typing_context: Any, target: Any, at: Any, source: Any, first: Any, count: Any) -> Any:
+    """In a compiled loop, stores source[first : first + count] in the line of target[at] past the caches, and zeros in
+    the rest of its 8 words; both are u64 and 1-D. A `count` above 8 is 8.
 
     target[at] begins a cache line. Other threads may read it after `end_stores`. Only where STORES_PAST_CACHES."""
 
@@ -184,12 +186,17 @@ def store_line(typing_context: Any, target: Any, at: Any, source: Any, first: An
         kinds = signature.args
         line = element_pointer(context, builder, kinds[0], arguments[0], arguments[1])
         words = element_pointer(context, builder, kinds[2], arguments[2], arguments[3])
-        value = builder.load(builder.bitcast(words, LINE.as_pointer()), align=8)
+        counts = builder.insert_element(ZEROS, arguments[4], INT(0))
+        counts = builder.shuffle_vector(counts, ZEROS, ir.Constant(ir.VectorType(INT, 8), [INT(0)] * 8))
+        chosen = builder.icmp_signed("<", ir.Constant(LINE, list(map(LINE.element, range(8)))), counts)
+        kind = ir.FunctionType(LINE, [LINE.as_pointer(), INT, chosen.type, LINE])
+        load = cgutils.get_or_insert_function(builder.module, kind, "llvm.masked.load.v8i64.p0")
+        value = builder.call(load, [builder.bitcast(words, LINE.as_pointer()), INT(8), chosen, ZEROS])
         stored = builder.store(value, builder.bitcast(line, LINE.as_pointer()), align=64)
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(INT, 1)]))
         return context.get_dummy_value()
 
-    return numba.types.void(target, numba.types.intp, source, numba.types.intp), generate
+    return numba.types.void(target, numba.types.intp, source, numba.types.intp, numba.types.int64), generate
 
 
 @intrinsic  # type: ignore[untyped-decorator]

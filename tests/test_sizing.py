@@ -12,6 +12,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
@@ -20,16 +21,21 @@ from rowcast.prefetcher.run.sizing import (
     LEAST_RING_BYTES,
     LEAST_STAGING_BYTES,
     automatic_threads,
+    job_levels,
     sizes,
+    tier_parts,
+    tier_rows,
     trains_on_device,
     typical_plan,
 )
+from rowcast.prefetcher.stores.tier_budget import SLOT_BYTES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.plan import plan_block
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError
+from tests.support import jobs
 from tests.support.batches import small_batches, small_job
 from tests.support.facts import facts
 from tests.support.planner_runs import placed
@@ -126,3 +132,24 @@ def test_a_device_is_known_by_the_job_or_by_its_driver(tmp_path: Path, monkeypat
     (tmp_path / "nvidiactl").touch()
     assert trains_on_device("auto")
     assert not trains_on_device("cpu")
+
+
+def test_a_memory_tier_counts_the_whole_cache_lines_of_its_rows() -> None:
+    """Records of 528 bytes take 576."""
+    data = {"batch_size": 64, "synthetic": {"preset": "criteo-kaggle", "scale": 0.02, "samples": 6400}}
+    job = jobs.job(
+        data=data,
+        tables=None,
+        tables_from={"embedding_dim": 132},
+        cache={"capacity": "2000 rows"},
+        store={"kind": "tiered", "memory": "960MiB"},
+        model={"kind": "dlrm", "bottom_mlp": [132], "top_mlp": [1]},
+    )
+    groups, measured = group_specs(job), first_batches(job)
+    slots, rows = job_levels(job, groups, measured, (2000,))
+    [in_memory] = tier_rows(job, groups, measured, rows)
+    assert groups[0].record_bytes == 528
+    assert in_memory < groups[0].num_rows
+    parts = sum(tier_parts(job, groups, measured, slots).values())
+    taken = parts + in_memory * (576 + SLOT_BYTES) + planner_bytes(in_memory, 0, 1)
+    assert 0 <= 960 * 2**20 - taken < 2**17

@@ -21,6 +21,7 @@ from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
 from rowcast.prefetcher.stores.redis_store import trial_rows
+from rowcast.prefetcher.stores.row_loops import stored_bytes
 from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares, server_bytes
 from rowcast.prefetcher.stores.touched_rows import INDEX_LIMIT, NUMBER_BYTES, ROW_BYTES, IndexedRows, most_indexed
 from rowcast.prefetcher.stores.tracked_store import open_row_store
@@ -86,8 +87,8 @@ def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
     store = open_row_store(job, group)
     store.close()
     if isinstance(store.numbers, IndexedRows):
-        return num_trained * group.record_bytes + group.num_rows * NUMBER_BYTES
-    return num_trained * (group.record_bytes + ROW_BYTES + 1)
+        return num_trained * stored_bytes(group.record_bytes) + group.num_rows * NUMBER_BYTES
+    return num_trained * (stored_bytes(group.record_bytes) + ROW_BYTES + 1)
 
 
 def check_row_numbers(job: Job, seen: Seen) -> Iterator[Finding]:

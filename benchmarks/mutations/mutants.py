@@ -231,8 +231,8 @@ tests/planner/test_parts.py::test_the_rows_used_longest_ago_leave_first_whatever
         => [own.keys for own in left]
 tests/stores/test_stores.py
     every thread reads the first rows of a piece
-        gather(self.words, numbers[first:end], words[first:end])
-        => gather(self.words, numbers[: end - first], words[first:end])
+        gather(self.words, rows[slice(*own)], words[slice(*own)])
+        => gather(self.words, rows[: own[1] - own[0]], words[slice(*own)])
     every thread numbers the first rows of a piece
         self._find(keys[slice(*own)], numbers[slice(*own)]) => self._find(keys[slice(*own)], numbers[: own[1] - own[0]])
 ::test_any_reads_and_writes_agree_with_a_plain_dictionary
@@ -323,9 +323,19 @@ tests/stores/test_changed_rows.py
         => number != ABSENT and bits[at >> 6] >> np.uint64(at & 63)
 tests/stores/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_caches
     rows that passed the caches are reported before they are seen
-        new, i * width + word) end_stores() => new, i * width + word)
+        new, i * width + word, width - word) end_stores() => new, i * width + word, width - word)
     rows that were read past the caches are reported before they are seen
-        flat, row * width + word) end_stores() => flat, row * width + word)
+        flat, row * width + word, LINE_WORDS) end_stores() => flat, row * width + word, LINE_WORDS)
+tests/stores/test_stored_rows.py::test_a_row_that_is_passed_over_and_the_rest_of_a_line_stay_as_they_were
+    a row's last line takes the next record's first words
+        width - word) => LINE_WORDS)
+::test_only_long_records_begin_at_a_cache_line
+    short records are padded too
+        aligned(record_bytes, LINE_BYTES) if record_bytes > LEAST_LINES * LINE_BYTES else record_bytes
+        => aligned(record_bytes, LINE_BYTES)
+tests/stores/test_tiered.py
+    rows that were written while they loaded get their older bytes
+        states[slots[i]] = CLEAN else: slots[i] = ABSENT => states[slots[i]] = CLEAN
 tests/readers/test_shared_arrays.py::test_what_is_kept_is_never_overwritten
     a segment is written while an array of the planner uses it
         weakref.finalize(lease, self._freed.append, head.segment).atexit = False => self._freed.append(head.segment)

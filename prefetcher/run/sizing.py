@@ -24,6 +24,7 @@ from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.prefetcher.planner.planner import Slots
+from rowcast.prefetcher.stores.row_loops import stored_bytes
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, Lookups, Scheduled, ScheduledBatch
@@ -220,7 +221,7 @@ def job_levels(
     budget = parse_bytes(store.memory)
     parts = tier_parts(job, groups, measured, slots, rank)
     rest_bytes = budget - sum(parts.values())
-    costs = [group.record_bytes + SLOT_BYTES for group in groups]
+    costs = [stored_bytes(group.record_bytes) + SLOT_BYTES for group in groups]
     least = [min(n + spare, limit) for n, spare, limit in zip(slots, reserve, limits, strict=True)]
 
     def divided(nbytes: int) -> list[int]:

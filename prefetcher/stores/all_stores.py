@@ -17,10 +17,10 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import arrays_of, compiled_loop
 
 Rows = tuple[int, Keys, Records]  # of a group: its number, and keys with their records
-ARRAYS = ("index", "shifts", "words", "bits")  # `words`: u64, `width` a row, as the records
+ARRAYS = ("index", "shifts", "words", "bits")  # `words`: u64, `stored` a row, of which a record has `width`
 PLACE = np.dtype(
     [(name, np.int64) for own in ARRAYS for name in (own, f"num_{own}")]
-    + [(name, np.int64) for name in ("width", "num_keys", "records")]
+    + [(name, np.int64) for name in ("stored", "width", "num_keys", "records")]
 )
 Places = np.ndarray[tuple[int], np.dtype[np.void]]
 u32_at, i64_at, u64_at = map(arrays_of, (np.uint32, np.int64, np.uint64))
@@ -43,13 +43,13 @@ class AllStores:
                 arrays: tuple[npt.NDArray[Any], ...] = (
                     store.numbers.index,
                     store.numbers.shifts,
-                    store.words,
+                    store.rows.words,
                     own.changed_bits,
                 )
                 self._kept += arrays
                 for name, array in zip(ARRAYS, arrays, strict=True):
                     place[name], place[f"num_{name}"] = array.ctypes.data, len(array)
-                place["width"] = store.words.shape[1]
+                place["stored"] = store.rows.words.shape[1]
 
     def read(self, rows: Sequence[Rows]) -> list[Ticket]:
         """Does `TrackedStore.read` for each."""
@@ -93,6 +93,7 @@ class AllStores:
         counts = list(map(len, keys))
         places = self._places[list(groups)]
         places["num_keys"], places["records"] = counts, [own.ctypes.data for own in records]
+        places["width"] = [own.shape[1] // 8 for own in records]
         starts = [0, *accumulate(counts)]
         numbers, absent = np.empty(starts[-1], np.int64), np.empty(len(rows), np.int64)
         find_each(places, np.concatenate(keys), numbers, absent)
@@ -114,9 +115,9 @@ def read_each(places: Places, numbers: I64) -> None:
     """Copies the rows that have numbers."""
     end = 0
     for k in range(len(places)):
-        own, begin, width = places[k], end, places[k]["width"]
+        own, begin, width, stored = places[k], end, places[k]["width"], places[k]["stored"]
         end += own["num_keys"]
-        words = u64_at(own["words"], own["num_words"] * width).reshape(own["num_words"], width)
+        words = u64_at(own["words"], own["num_words"] * stored).reshape(own["num_words"], stored)
         records = u64_at(own["records"], own["num_keys"] * width).reshape(own["num_keys"], width)
         gather(words, numbers[begin:end], records)
 
@@ -125,9 +126,9 @@ def read_each(places: Places, numbers: I64) -> None:
 def write_each(places: Places, numbers: I64) -> None:
     end = 0
     for k in range(len(places)):
-        own, begin, width = places[k], end, places[k]["width"]
+        own, begin, width, stored = places[k], end, places[k]["width"], places[k]["stored"]
         end += own["num_keys"]
-        words = u64_at(own["words"], own["num_words"] * width).reshape(own["num_words"], width)
+        words = u64_at(own["words"], own["num_words"] * stored).reshape(own["num_words"], stored)
         records = u64_at(own["records"], own["num_keys"] * width).reshape(own["num_keys"], width)
         set_bits(u64_at(own["bits"], own["num_bits"]), numbers[begin:end])
         scatter(records, numbers[begin:end], words)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rowcast.job.tables import aligned
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.compiled import (
     STORES_PAST_CACHES,
@@ -17,7 +18,7 @@ from rowcast.runtime.compiled import (
     store_line,
 )
 
-Words = U64  # [rows, record_bytes / 8]; of bits [ceil(rows / 64)]
+Words = U64  # of records [n, record_bytes / 8]; of a store's rows [rows, stored_bytes / 8]; of bits [ceil(rows / 64)]
 Positions = I64
 
 BITS = 64  # per word
@@ -31,15 +32,21 @@ LINE_BYTES = 8 * LINE_WORDS
 LEAST_LINES = 3  # per record: shorter ones are stored faster through the caches (docs/log/stores.md)
 
 
+def stored_bytes(record_bytes: int) -> int:
+    """Returns the bytes of a record in a store's memory: whole cache lines if they can be stored past the caches. The
+    last line ends in zeros. On every machine the same: the rows that fit a memory tier decide plans."""
+    return aligned(record_bytes, LINE_BYTES) if record_bytes > LEAST_LINES * LINE_BYTES else record_bytes
+
+
 @compiled_loop
 def gather(words: Words, positions: Positions, out: Words) -> int:
     """Sets out[i] = words[positions[i]], and leaves rows with a negative position. Returns how many these are."""
-    width, flat = words.shape[1], words.reshape(-1)
+    width, stored, flat = out.shape[1], words.shape[1], words.reshape(-1)
     num_absent = 0
     for i in range(len(positions)):
         if i + ROWS_AHEAD < len(positions) and positions[i + ROWS_AHEAD] >= 0:
             for word in range(0, width, LINE_WORDS):
-                prefetch(flat, positions[i + ROWS_AHEAD] * width + word)
+                prefetch(flat, positions[i + ROWS_AHEAD] * stored + word)
         row = positions[i]
         if row < 0:
             num_absent += 1
@@ -63,7 +70,7 @@ def gather_lines(words: Words, positions: Positions, out: Words) -> int:
             num_absent += 1
             continue
         for word in range(0, width, LINE_WORDS):
-            store_line(target, i * width + word, flat, row * width + word)
+            store_line(target, i * width + word, flat, row * width + word, LINE_WORDS)
     end_stores()
     return num_absent
 
@@ -78,24 +85,26 @@ def gather_for(out: Words) -> Gather:
 
 
 def scatter_for(words: Words) -> Scatter:
-    """Returns the faster loop for records that are some whole cache lines."""
+    """Returns the faster loop for these rows of a store."""
     return scatter_lines if is_whole_lines(words) and words.shape[1] >= LEAST_LINES * LINE_WORDS else scatter
 
 
 def is_whole_lines(words: Words) -> bool:
-    """Whether each record is some whole cache lines that this processor can store past its caches."""
+    """Whether each row is some whole cache lines that this processor can store past its caches."""
     return STORES_PAST_CACHES and words.shape[1] % LINE_WORDS == 0 and words.ctypes.data % LINE_BYTES == 0
 
 
 @compiled_loop
 def scatter(source: Words, positions: Positions, words: Words) -> None:
-    """Sets words[positions[i]] = source[i]."""
-    width, flat = words.shape[1], words.reshape(-1)
+    """Sets words[positions[i]] = source[i]; passes over negative positions."""
+    width, stored, flat = source.shape[1], words.shape[1], words.reshape(-1)
     for i in range(len(positions)):
         if i + ROWS_AHEAD < len(positions):
             for word in range(0, width, LINE_WORDS):
-                prefetch_to_write(flat, positions[i + ROWS_AHEAD] * width + word)
+                prefetch_to_write(flat, positions[i + ROWS_AHEAD] * stored + word)
         row = positions[i]
+        if row < 0:
+            continue
         for word in range(width):
             words[row, word] = source[i, word]
 
@@ -103,13 +112,15 @@ def scatter(source: Words, positions: Positions, words: Words) -> None:
 @compiled_loop
 def scatter_lines(source: Words, positions: Positions, words: Words) -> None:
     """Does what `scatter` does. The rows of a piece are needed again much later, so they pass the caches."""
-    width, flat, new = words.shape[1], words.reshape(-1), source.reshape(-1)
+    width, stored, flat, new = source.shape[1], words.shape[1], words.reshape(-1), source.reshape(-1)
     for i in range(len(positions)):
         if i + ROWS_AHEAD_TO_STORE < len(positions):
-            prefetch_to_write(flat, positions[i + ROWS_AHEAD_TO_STORE] * width)
+            prefetch_to_write(flat, positions[i + ROWS_AHEAD_TO_STORE] * stored)
         row = positions[i]
+        if row < 0:
+            continue
         for word in range(0, width, LINE_WORDS):
-            store_line(flat, row * width + word, new, i * width + word)
+            store_line(flat, row * stored + word, new, i * width + word, width - word)
     end_stores()
 
 

@@ -9,7 +9,8 @@ Where a row is, u32 by its number:
 
 import numpy as np
 
-from rowcast.prefetcher.stores.row_loops import LINE_WORDS, ROWS_AHEAD, Positions, Words
+from rowcast.prefetcher.stores.row_loops import ROWS_AHEAD, Positions
+from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.runtime.arrays import I64, U32, Bytes
 from rowcast.runtime.compiled import compiled_loop, compiled_part, prefetch
 
@@ -28,32 +29,25 @@ def slot_of(where: np.uint32) -> int:
 
 
 @compiled_part
-def ask_for_rows(i: int, numbers: I64, whereabouts: U32, words: Words) -> None:
+def ask_for_rows(i: int, numbers: I64, whereabouts: U32, states: Bytes) -> None:
     """Prefetches what a row a few positions after row i needs."""
     if i + NUMBERS_AHEAD < len(numbers) and numbers[i + NUMBERS_AHEAD] >= 0:
         prefetch(whereabouts, numbers[i + NUMBERS_AHEAD])
     if i + ROWS_AHEAD < len(numbers) and numbers[i + ROWS_AHEAD] >= 0:
-        slot = slot_of(whereabouts[numbers[i + ROWS_AHEAD]])
-        if slot < len(words):
-            flat, width = words.reshape(-1), words.shape[1]
-            for word in range(0, width, LINE_WORDS):
-                prefetch(flat, slot * width + word)
+        prefetch(states, slot_of(whereabouts[numbers[i + ROWS_AHEAD]]))
 
 
 @compiled_loop
-def copy_rows(
-    numbers: I64, whereabouts: U32, states: Bytes, words: Words, out: Words, found: Bytes, places: U32
-) -> int:
-    """Copies rows that are in memory. Sets each row's finding, and the place of cold ones. Returns how many were
-    copied."""
-    num_copied = 0
+def slots_to_read(numbers: I64, whereabouts: U32, states: Bytes, found: Bytes, places: U32, slots: I64) -> None:
+    """Sets each row's finding, the place of cold ones, and the slot of those that are in memory, ABSENT for others."""
     for i in range(len(numbers)):
-        ask_for_rows(i, numbers, whereabouts, words)
+        ask_for_rows(i, numbers, whereabouts, states)
         where = whereabouts[numbers[i]] if numbers[i] >= 0 else UNWRITTEN
         slot = slot_of(where)
+        slots[i] = ABSENT
         if where == UNWRITTEN:
             found[i] = ABSENT_ROW
-        elif slot >= len(words):
+        elif slot >= len(states):
             found[i] = COLD
             places[i] = where - np.uint32(1)
         elif states[slot] == EMPTY:
@@ -61,41 +55,36 @@ def copy_rows(
         elif states[slot] == LOADING:
             found[i] = WAITING
         else:
-            for word in range(words.shape[1]):
-                out[i, word] = words[slot, word]
-            found[i] = COPIED
-            num_copied += 1
-    return num_copied
+            found[i], slots[i] = COPIED, slot
 
 
 @compiled_loop
-def overwrite_rows(
+def slots_to_write(
     numbers: I64,
-    source: Words,
     whereabouts: U32,
     states: Bytes,
     homes: U32,
-    words: Words,
+    slots: I64,
     left: Positions,
     outdated: Positions,
     places: U32,
 ) -> tuple[int, int]:
-    """Writes rows that have a slot. Sets `left` to the positions of rows without one, and `outdated` and `places` to
-    the positions and places of rows whose cold copy is now older. Returns the counts of both."""
+    """Makes slots DIRTY whose rows are written. Sets the slot of each row, ABSENT without one; `left` to the positions
+    of rows without one, and `outdated` and `places` to the positions and places of rows whose cold copy is now older.
+    Returns the counts of both."""
     num_left = num_outdated = 0
     for i in range(len(numbers)):
-        ask_for_rows(i, numbers, whereabouts, words)
+        ask_for_rows(i, numbers, whereabouts, states)
         slot = slot_of(whereabouts[numbers[i]])
-        if slot >= len(words):
+        slots[i] = ABSENT
+        if slot >= len(states):
             left[num_left] = i
             num_left += 1
             continue
         if states[slot] == CLEAN or states[slot] == LOADING:
             outdated[num_outdated], places[num_outdated] = i, homes[slot]
             num_outdated += 1
-        states[slot] = DIRTY
-        for word in range(words.shape[1]):
-            words[slot, word] = source[i, word]
+        states[slot], slots[i] = DIRTY, slot
     return num_left, num_outdated
 
 
@@ -138,13 +127,13 @@ def take_slots(
 
 
 @compiled_loop
-def loaded(slots: I64, records: Words, states: Bytes, words: Words) -> None:
-    """Puts rows that were read into their slots, except rows written meanwhile."""
+def loaded(slots: I64, states: Bytes) -> None:
+    """Makes slots CLEAN whose rows were read. The slots of rows written meanwhile become ABSENT."""
     for i in range(len(slots)):
         if states[slots[i]] == LOADING:
             states[slots[i]] = CLEAN
-            for word in range(words.shape[1]):
-                words[slots[i], word] = records[i, word]
+        else:
+            slots[i] = ABSENT
 
 
 @compiled_loop
@@ -206,13 +195,6 @@ def leave(
         free[num_free] = slot
         num_free += 1
     return num_free, num_spilling, num_cold
-
-
-@compiled_loop
-def gather_slots(slots: I64, words: Words, out: Words) -> None:
-    for i in range(len(slots)):
-        for word in range(words.shape[1]):
-            out[i, word] = words[slots[i], word]
 
 
 @compiled_loop

@@ -42,8 +42,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, ColdRows, Moved, Places
 from rowcast.prefetcher.stores.cold.segment_file import SegmentFile
-from rowcast.prefetcher.stores.row_loops import Words
 from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, ReadTicket, Records, RowStore, StoreCounts
+from rowcast.prefetcher.stores.stored_rows import StoredRows
 from rowcast.prefetcher.stores.tier_budget import MOST_SLOTS, disk_shares
 from rowcast.prefetcher.stores.tier_loops import (
     ABSENT_ROW,
@@ -53,14 +53,13 @@ from rowcast.prefetcher.stores.tier_loops import (
     UNWRITTEN,
     WAITING,
     cold_places,
-    copy_rows,
-    gather_slots,
     leave,
     leave_after,
     loaded,
     not_loaded,
     not_spilled,
-    overwrite_rows,
+    slots_to_read,
+    slots_to_write,
     spilled,
     take_places,
     take_slots,
@@ -69,6 +68,7 @@ from rowcast.prefetcher.stores.touched_rows import TouchedRows, reserved
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64, U32, Bytes
 from rowcast.runtime.crash_points import crash_point
+from rowcast.runtime.stages import ThreadPool
 
 AT_ONCE_BYTES = 4 * 2**20  # read from or written to the cold tier in one call
 
@@ -131,8 +131,7 @@ class TieredStore(RowStore):
         cold.attach(self._places_of, self._settle)
 
     def _make_slots(self, num_slots: int) -> None:
-        width = self._record_bytes // 8
-        self._words: Words = reserved(num_slots * width)[: num_slots * width].reshape(num_slots, width)
+        self.rows = StoredRows(num_slots, self._record_bytes)
         self._states: Bytes = np.full(num_slots, FREE, np.uint8)
         self._homes: U32 = np.zeros(num_slots, np.uint32)  # place of a row that is LOADING or CLEAN
         self._slot_keys: I64 = np.zeros(num_slots, np.int64)
@@ -149,6 +148,9 @@ class TieredStore(RowStore):
     def num_in_memory(self) -> int:
         """Slots in use."""
         return len(self._states) - self._num_free
+
+    def use_threads(self, pool: ThreadPool) -> None:
+        self.numbers.pool = pool
 
     # any thread
 
@@ -188,10 +190,10 @@ class TieredStore(RowStore):
     def _copy(self, numbers: I64, out: Records) -> tuple[Bytes, U32]:
         """Copies rows that are in memory. Returns each row's finding, and the place of cold ones."""
         found, places = np.empty(len(numbers), np.uint8), np.empty(len(numbers), np.uint32)
+        slots = np.empty(len(numbers), np.int64)
         with self._lock:
-            self._memory_reads += copy_rows(
-                numbers, self._whereabouts, self._states, self._words, out.view(np.uint64), found, places
-            )
+            slots_to_read(numbers, self._whereabouts, self._states, found, places, slots)
+            self._memory_reads += len(slots) - self.rows.read(slots, out, self.numbers.pool)
         return found, places
 
     def _count_late(self, cold_keys: Keys, num_waiting: int) -> None:
@@ -216,19 +218,12 @@ class TieredStore(RowStore):
 
     def _overwrite(self, keys: Keys, numbers: I64, rows: Records) -> I64:
         """Writes rows that have a slot; under the lock. Returns the positions of the others."""
-        left, outdated = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+        slots, left, outdated = (np.empty(len(keys), np.int64) for _ in range(3))
         places = np.empty(len(keys), np.uint32)
-        num_left, num_outdated = overwrite_rows(
-            numbers,
-            rows.view(np.uint64),
-            self._whereabouts,
-            self._states,
-            self._homes,
-            self._words,
-            left,
-            outdated,
-            places,
+        num_left, num_outdated = slots_to_write(
+            numbers, self._whereabouts, self._states, self._homes, slots, left, outdated, places
         )
+        self.rows.write(slots, rows, self.numbers.pool)
         if num_outdated:
             self.cold.free(keys[outdated[:num_outdated]], places[:num_outdated])
         return left[:num_left]
@@ -287,7 +282,7 @@ class TieredStore(RowStore):
             spilling = spilling[:num_spilling]
             keys = self._slot_keys[spilling]
             records: Records = np.empty((num_spilling, self._record_bytes), np.uint8)
-            gather_slots(spilling, self._words, records.view(np.uint64))
+            self.rows.read(spilling, records, self.numbers.pool)
         if num_spilling:
             self._spill(spilling, keys, records)
 
@@ -370,7 +365,8 @@ class TieredStore(RowStore):
             raise
         crash_point("rows loaded")
         with self._lock:
-            loaded(slots, records.view(np.uint64), self._states, self._words)
+            loaded(slots, self._states)
+            self.rows.write(slots, records, self.numbers.pool)
             self._loaded += len(keys)
 
     def _note_leaving(self, plan: StagedPlan) -> None:

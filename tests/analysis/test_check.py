@@ -639,11 +639,17 @@ def test_memory_is_what_both_processes_hold_and_tables_grow_to(check: Checked) -
         assert f"the planner {human_bytes(planner)}" in finding.sentence
 
 
-def test_memory_counts_the_trained_rows_of_tables_beyond_memory_and_their_directory(check: Checked) -> None:
-    table = {"name": "t", "num_embeddings": 10**12, "embedding_dim": 4, "features": ["cat_0"]}
-    job = check.job(tables=[table])
+@pytest.mark.parametrize(("dim", "record_bytes", "stored"), [(4, 16, 16), (128, 528, 576)])
+def test_memory_counts_the_trained_rows_of_tables_beyond_memory_and_their_directory(
+    check: Checked, dim: int, record_bytes: int, stored: int
+) -> None:
+    table = {"name": "t", "num_embeddings": 10**12, "embedding_dim": dim, "features": ["cat_0"]}
+    kind = "sgd" if dim == 4 else "rowwise_adagrad"
+    model = {"kind": "dlrm", "bottom_mlp": [dim], "top_mlp": [1]}
+    job = check.job(tables=[table], model=model, optimizer={"sparse": {"kind": kind, "lr": 0.1}})
     [group] = group_specs(job)
-    assert check_memory.table_bytes(job, group, 1000) == 1000 * (group.record_bytes + 12 + 1)
+    assert group.record_bytes == record_bytes
+    assert check_memory.table_bytes(job, group, 1000) == 1000 * (stored + 12 + 1)
 
 
 def test_memory_counts_a_horizon_that_grows_while_slots_fill_but_not_beyond_its_bytes_and_the_run(

@@ -33,15 +33,17 @@ def aligned(num_rows: int, width: int, shift: int = 0) -> U64:
 
 @past_caches
 @pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 500])
-@pytest.mark.parametrize("width", [8, 24, 64, 72])
+@pytest.mark.parametrize("width", [8, 24, 26, 64, 66, 70, 72])
 def test_both_loops_write_the_same_rows(num_rows: int, width: int) -> None:
     random = np.random.default_rng(num_rows + width)
     positions = np.sort(random.choice(1000, num_rows, replace=False))
+    positions[random.random(num_rows) < 0.1] = -1
     source = random.integers(0, 2**63, (num_rows, width), np.uint64)
-    expected = np.zeros((1000, width), np.uint64)
-    expected[positions] = source
+    stored = -(-width // LINE_WORDS) * LINE_WORDS
+    expected = np.zeros((1000, stored), np.uint64)
+    expected[positions[positions >= 0], :width] = source[positions >= 0]
     for loop in (scatter, scatter_lines):
-        words = aligned(1000, width)
+        words = aligned(1000, stored)
         loop(source, positions, words)
         assert np.array_equal(words, expected)
 
@@ -59,6 +61,15 @@ def test_both_loops_read_the_same_rows(num_rows: int, width: int) -> None:
     assert absent == [num_rows - present.sum()] * 2
     for out in read:
         assert np.array_equal(out, np.where(present[:, None], words[positions], 0))
+
+
+@pytest.mark.parametrize("width", [2, 26, 66, 71])
+def test_what_a_record_leaves_of_its_last_line_is_not_read(width: int) -> None:
+    words = np.random.default_rng(width).integers(0, 2**63, (1000, width + 1), np.uint64)
+    positions, out = np.array([3, -1, 999, 0]), np.zeros((4, width), np.uint64)
+    assert gather(words, positions, out) == 1
+    assert np.array_equal(out[[0, 2, 3]], words[[3, 999, 0], :width])
+    assert not out[1].any()
 
 
 @past_caches
