@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rowcast.runtime.arrays import I32, I64
 
 IDLE_WAIT_S = 0.2  # an idle stage looks again after this time: clocks do not ring
+CALLERS = 3  # of a pool at a time: such as the fetcher, the write-back and the staging thread
 POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a slow store's tickets
 
 # what happened -> the threads that it may unblock: their bells are rung
@@ -118,12 +119,13 @@ Result = TypeVar("Result")
 class ThreadPool:
     """Divides work by whole items, so that no result depends on the number of threads.
 
-    It has the caller's thread and more threads, which several callers may share."""
+    It has the caller's thread and more threads: as many for each of three callers, so that none waits for another's
+    work. A thread starts when it is first needed."""
 
     def __init__(self, num_threads: int = 1, *, name: str = "shares", least: int = 1) -> None:
-        """`least`: the size of an item range that is worth waking a thread for."""
+        """`num_threads`: of one caller. `least`: the size of an item range that is worth waking a thread for."""
         self.num_threads, self._least = num_threads, least
-        self._others = ThreadPoolExecutor(num_threads - 1, name) if num_threads > 1 else None
+        self._others = ThreadPoolExecutor(CALLERS * (num_threads - 1), name) if num_threads > 1 else None
 
     def over(self, parts: Sequence[Part], work: Callable[[Part], Result]) -> list[Result]:
         """Returns work(part) for each part. The first is this thread's."""

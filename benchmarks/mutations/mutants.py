@@ -329,7 +329,16 @@ tests/stores/test_row_loops.py::test_a_fence_follows_the_last_store_past_the_cac
 tests/stores/test_stored_rows.py::test_a_row_that_is_passed_over_and_the_rest_of_a_line_stay_as_they_were
     a row's last line takes the next record's first words
         width - word) => LINE_WORDS)
-::test_only_long_records_begin_at_a_cache_line
+tests/stores/test_shared_rows.py::test_a_write_begins_all_its_parts_while_a_read_holds_its_own
+    a write waits for a read's parts
+        ThreadPoolExecutor(CALLERS * (num_threads - 1), name) => ThreadPoolExecutor(num_threads - 1, name)
+::test_rows_that_come_back_are_checked_by_all_threads
+    one thread looks at all rows that come back
+        first_fault(self._finite, rows, self._pool) => first_fault(self._finite, rows, type(self._pool)())
+tests/stores/test_finite_rows.py::test_any_number_of_threads_names_the_first_row_that_is_not_finite
+    a thread without a fault hides another's
+        faulty = min( => faulty = max(
+tests/stores/test_stored_rows.py::test_only_long_records_begin_at_a_cache_line
     short records are padded too
         aligned(record_bytes, LINE_BYTES) if record_bytes > LEAST_LINES * LINE_BYTES else record_bytes
         => aligned(record_bytes, LINE_BYTES)

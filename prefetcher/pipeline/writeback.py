@@ -76,6 +76,7 @@ class Writeback:
         self._finite = tuple(map(FiniteRows, groups))
         self._finite_through = first_train_step  # train steps after which every row was finite
         self._stores, self._all_stores = stores, AllStores(stores)
+        self._pool = stores[0].numbers.pool
         self._ring = ring
         self._counters = counters
         self._send = send
@@ -194,7 +195,7 @@ class Writeback:
         return self._all_stores.write(found)
 
     def _require_finite(self, expected: Expected, rows: Sequence[Rows]) -> None:
-        if fault := first_fault(self._finite, rows):
+        if fault := first_fault(self._finite, rows, self._pool):
             first, last = self._finite_through, expected.train_steps - 1
             when = f"train step {last}" if first >= last else f"one of train steps {first} to {last}"
             raise Diverged(

@@ -104,7 +104,7 @@ def serve(job: Job, signals: Signals) -> None:
             pool = ThreadPool(stage_threads(job), name="rows", least=LEAST_ROWS)
             for store in stores:
                 stack.callback(store.close)
-                store.store.use_threads(pool)
+                store.numbers.pool = pool
             engine = make_engine(job, setup, connection, ids, tuple(stores))
             left: list[StopRequest] = []
             engine.conversation.listen({Ids: ids.accept, StopRequest: left.append})

@@ -115,9 +115,8 @@ class Tables:
         stores = []
         try:
             for group in self._groups:
-                store = open_row_store(self._job, group)
-                stores.append(TrackedStore(store, group, self._job.job.seed))
-                store.use_threads(self._pool)
+                stores.append(TrackedStore(open_row_store(self._job, group), group, self._job.job.seed))
+                stores[-1].numbers.pool = self._pool
         finally:
             self.stores = tuple(stores)
         if newest is not None:

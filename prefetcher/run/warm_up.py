@@ -117,7 +117,7 @@ def call_on_nothing(group: GroupSpec) -> None:
     if STORES_PAST_CACHES:
         gather_lines(words, i64, words)
         scatter_lines(words, i64, words)
-    FiniteRows(group).fault(keys, np.empty((0, group.record_bytes), np.uint8))
+    FiniteRows(group).fault(keys, np.zeros((1, group.record_bytes), np.uint8))
     initial_rows(0, group.tables[0], i64)
     touched = TouchedRows(group, NUM_TIER_ROWS)
     list(touched.found(np.zeros(1 + group.num_rows // BITS, np.uint64), [0], 8))

@@ -84,7 +84,7 @@ class AllStores:
         if not rows or None in stores or sum([records.nbytes for *_, records in rows]) >= LEAST_TO_PASS:
             return False
         first = stores[0]
-        return first is not None and first.pool.num_shares(sum([len(keys) for _, keys, _ in rows])) == 1
+        return first is not None and first.numbers.pool.num_shares(sum([len(keys) for _, keys, _ in rows])) == 1
 
     def _found(self, rows: Sequence[Rows]) -> tuple[Places, I64, I64, list[int]]:
         """Returns the places of the rows, their numbers, how many of each group are ABSENT, and where each group's

@@ -7,14 +7,17 @@ import numpy.typing as npt
 
 from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import ALIGNMENT, GroupSpec, RecordPart, aligned
+from rowcast.prefetcher.stores.row_loops import LINE_WORDS
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import F32, I64, U16, U64
-from rowcast.runtime.compiled import arrays_of, compiled_loop
+from rowcast.runtime.compiled import arrays_of, compiled_loop, prefetch
+from rowcast.runtime.stages import ThreadPool
 
 Elements = npt.NDArray[np.generic]  # float32, float16, or uint16 for bf16
 ELEMENTS: dict[RowType, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 BF16_NAN = 0x7FC0
 WORD = 8  # bytes
+WORDS_AHEAD = 512  # of the word that is looked at; the processor alone prefetches half as fast
 u64_at = arrays_of(np.uint64)
 # of the elements of a word: their signs, and the last bits of their exponents
 BITS: dict[RowType, tuple[int, int]] = {
@@ -85,7 +88,7 @@ class FiniteRows:
     def fault(self, keys: Keys, records: Records) -> str:
         """Returns what the first row that is not finite holds, as `row 7 of table users: weight[2] is nan`; "" if all
         are finite. `records`: u8 [n, record_bytes] of these keys."""
-        return first_fault([self], [(0, keys, records)])
+        return first_fault([self], [(0, keys, records)], ThreadPool())
 
     def place(self, records: Records) -> tuple[int, ...]:
         """Returns a row for `first_that_carries`."""
@@ -104,25 +107,32 @@ class FiniteRows:
         return f"{self._group.row_name(int(keys[row]))}: {what}"
 
 
-def first_fault(finite: Sequence[FiniteRows], rows: Sequence[tuple[int, Keys, Records]]) -> str:
-    """Returns the fault of the first rows with one, or "". `rows`: each with the number of its group."""
-    places = [finite[group].place(records) for group, _, records in rows]
-    found = first_that_carries(np.array(places, np.int64).reshape(-1, 5))
-    return "" if found < 0 else finite[rows[found][0]].named(*rows[found][1:])
+def first_fault(finite: Sequence[FiniteRows], rows: Sequence[tuple[int, Keys, Records]], pool: ThreadPool) -> str:
+    """Returns the fault of the first rows with one, or "". `rows`: each with the number of its group. The threads of
+    `pool` divide the look."""
+    places = np.array([finite[group].place(records) for group, _, records in rows], np.int64).reshape(-1, 5)
+    num_rows = sum(len(records) for *_, records in rows)
+    faulty = min(pool.share(lambda *own: first_that_carries(places, *own), 0, num_rows), default=len(rows))
+    return "" if faulty == len(rows) else finite[rows[faulty][0]].named(*rows[faulty][1:])
 
 
 @compiled_loop
-def first_that_carries(places: I64) -> int:
-    """Returns the first of several groups' records with an element that carries into its sign, or -1. A row of `places`
-    holds the address of records u64 [n, words], n, the words of a record, and the addresses of these words' signs and
-    lasts."""
+def first_that_carries(places: I64, first: int, end: int) -> int:
+    """Returns the first of several groups' records with an element that carries into its sign, in the rows from `first`
+    to `end` - 1 of all of them; their number if none has one. A row of `places` holds the address of records
+    u64 [n, words], n, the words of a record, and the addresses of these words' signs and lasts."""
+    begin = 0
     for k in range(len(places)):
-        size = places[k, 2]
-        signs, lasts, found = u64_at(places[k, 3], size), u64_at(places[k, 4], size), np.uint64(0)
-        words = u64_at(places[k, 0], places[k, 1] * size).reshape(places[k, 1], size)
-        for row in range(len(words)):
+        num_rows, size = places[k, 1], places[k, 2]
+        signs, lasts, carries = u64_at(places[k, 3], size), u64_at(places[k, 4], size), np.uint64(0)
+        flat = u64_at(places[k, 0], num_rows * size)
+        words = flat.reshape(num_rows, size)
+        for row in range(max(0, first - begin), min(num_rows, end - begin)):
+            for word in range(0, size, LINE_WORDS):
+                prefetch(flat, row * size + word + WORDS_AHEAD)
             for word in range(size):
-                found |= ((words[row, word] & ~signs[word]) + lasts[word]) & signs[word]
-        if found != 0:
+                carries |= ((words[row, word] & ~signs[word]) + lasts[word]) & signs[word]
+        if carries != 0:
             return k
-    return -1
+        begin += num_rows
+    return len(places)

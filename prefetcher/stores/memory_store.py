@@ -12,7 +12,6 @@ from rowcast.prefetcher.stores.stored_rows import StoredRows
 from rowcast.prefetcher.stores.touched_rows import NumberedRows, numbered
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.stages import ThreadPool
 
 
 def open_store(job: Job, group: GroupSpec) -> "MemoryStore":
@@ -34,15 +33,11 @@ class MemoryStore(RowStore):
                 "than this process may reserve; allow it more (ulimit -v, vm.overcommit_memory), or use fewer rows"
             ) from None
         self._group = group
-        self.pool = ThreadPool()
-
-    def use_threads(self, pool: ThreadPool) -> None:
-        self.pool = self.numbers.pool = pool
 
     def read(self, keys: Keys, out: Records) -> Finished:
         self._check_open(len(keys))
         numbers = self.numbers.of(keys)
-        if self.rows.read(numbers, out, self.pool):
+        if self.rows.read(numbers, out, self.numbers.pool):
             return Finished(absent=np.flatnonzero(numbers == ABSENT))
         return FINISHED
 
@@ -51,7 +46,7 @@ class MemoryStore(RowStore):
 
     def write_numbered(self, keys: Keys, numbers: I64, rows: Records) -> Finished:
         self._check_open(len(keys))
-        self.rows.write(numbers, rows, self.pool)
+        self.rows.write(numbers, rows, self.numbers.pool)
         return FINISHED
 
     def close(self) -> None:

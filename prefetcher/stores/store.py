@@ -56,7 +56,7 @@ def finish(ticket: Ticket) -> None:
 
 class RowNumbers(Protocol):
     most: int  # every number is below it
-    pool: ThreadPool  # divides look-ups
+    pool: ThreadPool  # divides look-ups, and rows that are read, checked and written; set before the first of them
 
     def of(self, keys: Keys) -> I64:
         """Returns the rows' numbers, ABSENT for rows without one."""
@@ -125,9 +125,6 @@ class RowStore(ABC):
     def begin(self, memory_rows: int) -> None:  # noqa: B027 - most stores have no tier
         """Begins an attempt, whose plans keep at most `memory_rows` in memory, rows in flight included. Called after
         `read` and `write` have restored the rows, before the first plan is staged."""
-
-    def use_threads(self, pool: ThreadPool) -> None:  # noqa: B027 - only stores that are finished at once divide work
-        """Lets `read` and `write` divide their rows among these threads. Called before the first of them."""
 
     def stage(self, step: int, plan: GroupPlan) -> None:  # noqa: B027 - most stores need no hint
         """Announces the plan of a step. `read` will get its `fetch_keys` once the rows of earlier steps are home, and

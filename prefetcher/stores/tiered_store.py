@@ -68,7 +68,6 @@ from rowcast.prefetcher.stores.touched_rows import TouchedRows, reserved
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64, U32, Bytes
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.stages import ThreadPool
 
 AT_ONCE_BYTES = 4 * 2**20  # read from or written to the cold tier in one call
 
@@ -148,9 +147,6 @@ class TieredStore(RowStore):
     def num_in_memory(self) -> int:
         """Slots in use."""
         return len(self._states) - self._num_free
-
-    def use_threads(self, pool: ThreadPool) -> None:
-        self.numbers.pool = pool
 
     # any thread
 

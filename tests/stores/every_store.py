@@ -70,7 +70,8 @@ def open_numbered_as_touched() -> MemoryStore:
 
 def in_threads(store: MadeStore, pool: ThreadPool) -> MadeStore:
     """Every read and write of two rows is divided."""
-    store.use_threads(pool)
+    assert store.numbers is not None
+    store.numbers.pool = pool
     return store
 
 

@@ -49,7 +49,7 @@ def test_any_rows_in_one_call_are_those_of_each_stores_own_calls(
     monkeypatch.setattr(all_stores, "LEAST_TO_PASS", most)
     rng, own, theirs = np.random.default_rng(seed), new_stores(), new_stores()
     for store in own:
-        store.store.use_threads(ThreadPool(num_threads, least=4))
+        store.numbers.pool = ThreadPool(num_threads, least=4)
     together = AllStores(own)
     frozen: list[Any] = []
     for step in range(40):

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.elements import FiniteRows, elements_of
+from rowcast.prefetcher.stores.elements import FiniteRows, elements_of, first_fault
+from rowcast.runtime.stages import ThreadPool
 from tests.support.jobs import job, table
 
 LAYOUTS = [
@@ -58,3 +59,24 @@ def test_records_of_any_bits_are_finite_as_numpy_says(layout: tuple[str, str, bo
     rows = np.all([np.isfinite(own.view(np.float32) if own.dtype == np.uint32 else own).all(1) for own in wide], axis=0)
     assert shown.startswith("" if rows.all() else f"row {np.argmin(rows)} of table users: ")
     assert bool(shown) == (not rows.all())
+
+
+@given(st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 12)), max_size=4), st.integers(0, 2**32))
+def test_any_number_of_threads_names_the_first_row_that_is_not_finite(
+    pieces: list[tuple[tuple[str, str, bool], int]], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    groups, rows = [group_of(*layout) for layout, _ in pieces], []
+    for number, (group, (_, count)) in enumerate(zip(groups, pieces, strict=True)):
+        records = np.zeros((count, group.record_bytes), np.uint8)
+        if count and rng.random() < 0.5:
+            part = group.parts[rng.integers(len(group.parts))]
+            elements_of(records, part)[rng.integers(count), rng.integers(part.width)] = (
+                0xFFFF if (part.dtype == "bf16") else np.nan
+            )
+        rows.append((number, np.arange(count), records))
+    finite = [FiniteRows(group) for group in groups]
+    faults = [finite[number].fault(keys, records) for number, keys, records in rows]
+    for num_threads in (1, 2, 3):
+        shown = first_fault(finite, rows, ThreadPool(num_threads, least=3))
+        assert shown == next(filter(None, faults), "")

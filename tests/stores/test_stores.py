@@ -102,7 +102,7 @@ class CountingPool(ThreadPool):
 
 def test_threads_share_long_look_ups_reads_and_writes_and_no_short_ones() -> None:
     store, pool = open_numbered_as_touched(), CountingPool()
-    store.use_threads(pool)
+    store.numbers.pool = pool
     for num_rows, num_shares in ((12, 3), (11, 2), (7, 1)):
         keys, rows = all_keys()[:num_rows], random_records(num_rows)
         store.write(keys, rows)
