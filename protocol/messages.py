@@ -16,7 +16,7 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
@@ -411,6 +411,17 @@ class TierTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     garbage_bytes: Number  # of these: old copies of rows
 
 
+class RowCopies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The passes of fetches and write-backs over rows, and the memory that holds the rows of the stores."""
+
+    bytes_read: Number = 0  # rows from the stores to the ring, first values included
+    read_s: Seconds = 0.0  # of every thread that shares them; waits for a cold tier only if they hold a thread up
+    bytes_written: Number = 0  # rows from the ring to the stores, bytes of rows
+    write_s: Seconds = 0.0  # the look for rows that are not finite included
+    memory_bytes: Number = 0  # resident, of the maps with rows, at the end
+    huge_page_bytes: Number = 0  # of these: in huge pages
+
+
 class Wait(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reason: Text
     seconds: Seconds
@@ -476,6 +487,7 @@ class EndOfData(Message, frozen=True, kw_only=True):
     host_bytes: Number  # peak resident bytes of the prefetcher
     waits: tuple[Wait, ...]
     tier: TierTotals | None  # None: all rows of the stores are in memory, or in files that the kernel caches
+    row_copies: RowCopies
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,3 +219,20 @@ def boot_id() -> str:
 
     Processes with the same one have the same `time.monotonic` and `time.perf_counter`."""
     return BOOT_ID.read_text().strip()
+
+
+SMAPS = Path("/proc/self/smaps")
+MAP = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) .*\n((?:[A-Z].*\n)*)", re.MULTILINE)
+
+
+def mapped_bytes(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Returns the resident bytes of this process's memory maps that hold an address of these spans, and how many of
+    them are in huge pages; zeros if the kernel does not say. The kernel may put maps together that lie side by side."""
+    resident = huge = 0
+    with suppress(OSError):
+        for first, end, facts in MAP.findall(SMAPS.read_text()):
+            if any(begin < int(end, 16) and int(first, 16) < stop for begin, stop in spans):
+                kib = {name: int(count) for name, count in re.findall(r"(\w+): +(\d+) kB", facts)}
+                resident += 1024 * kib["Rss"]
+                huge += 1024 * (kib.get("AnonHugePages", 0) + kib.get("ShmemPmdMapped", 0))
+    return resident, huge

@@ -6,9 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from rowcast.runtime.machine import free_memory, usable_cores
+from rowcast.prefetcher.stores.stored_rows import StoredRows
+from rowcast.runtime import machine
+from rowcast.runtime.machine import free_memory, mapped_bytes, usable_cores
+from rowcast.runtime.stages import ThreadPool
 
 
 def kernel(root: Path, files: dict[str, str]) -> Path:
@@ -105,3 +109,53 @@ def test_a_quota_bounds_the_cores_that_a_process_may_run_on(content: str | None,
     if content is not None:
         (tmp_path / "cpu.max").write_text(content)
     assert usable_cores(tmp_path) == cores
+
+
+SMAPS = """\
+00400000-00a00000 r-xp 00000000 fe:00 12   /usr/bin/python
+Size:               6144 kB
+Rss:                3000 kB
+AnonHugePages:         0 kB
+VmFlags: rd ex mr mw me sd
+7f0000000000-7f0000600000 rw-p 00000000 00:00 0
+Size:               6144 kB
+Rss:                5000 kB
+AnonHugePages:      4096 kB
+ShmemPmdMapped:        0 kB
+THPeligible:           1
+VmFlags: rd wr mr mw me ac nr sd hg
+7f0000600000-7f0000800000 rw-s 00000000 00:01 7    /dev/shm/rows
+Size:               2048 kB
+Rss:                2048 kB
+AnonHugePages:         0 kB
+ShmemPmdMapped:     2048 kB
+VmFlags: rd wr sh
+"""
+
+
+@pytest.mark.parametrize(
+    ("spans", "kib"),
+    [
+        ([], (0, 0)),
+        ([(0x7F0000000000, 0x7F0000600000)], (5000, 4096)),
+        ([(0x7F0000200000, 0x7F0000300000), (0x7F0000400000, 0x7F0000500000)], (5000, 4096)),
+        ([(0x7F0000500000, 0x7F0000600001)], (7048, 6144)),
+        ([(0x7F0000800000, 0x7F0000900000)], (0, 0)),
+    ],
+)
+def test_maps_that_hold_rows_are_counted_once(
+    spans: list[tuple[int, int]], kib: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "SMAPS", tmp_path / "smaps")
+    assert mapped_bytes(spans) == (0, 0), "the kernel does not say"
+    (tmp_path / "smaps").write_text(SMAPS)
+    assert mapped_bytes(spans) == (1024 * kib[0], 1024 * kib[1])
+
+
+def test_rows_that_were_written_are_resident() -> None:
+    rows = StoredRows(2**13, 528)
+    before = mapped_bytes([rows.span])[0]
+    rows.write(np.arange(2**13), np.ones((2**13, 528), np.uint8), ThreadPool())
+    resident, huge = mapped_bytes([rows.span])
+    assert resident - before >= 2**13 * 576 - 2**21, "the first huge page may have been there"
+    assert 0 <= huge <= resident

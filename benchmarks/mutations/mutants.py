@@ -335,6 +335,12 @@ tests/stores/test_shared_rows.py::test_a_write_begins_all_its_parts_while_a_read
 ::test_rows_that_come_back_are_checked_by_all_threads
     one thread looks at all rows that come back
         first_fault(self._finite, rows, self._pool) => first_fault(self._finite, rows, type(self._pool)())
+tests/test_machine.py::test_maps_that_hold_rows_are_counted_once
+    a map beside the rows counts
+        begin < int(end, 16) and => begin <= int(end, 16) and
+tests/stores/test_shared_rows.py::test_rows_that_come_back_are_checked_by_all_threads
+    rows that came back are not counted
+        with self.all_stores.counted(found): => if True:
 tests/stores/test_finite_rows.py::test_any_number_of_threads_names_the_first_row_that_is_not_finite
     a thread without a fault hides another's
         faulty = min( => faulty = max(

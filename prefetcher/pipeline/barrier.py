@@ -328,4 +328,5 @@ class PrefetcherBarrier:
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             waits=tuple(Wait(reason=reason, seconds=s) for reason, s in self._counters.stalls.items()),
             tier=self._tier(),
+            row_copies=self._fetcher.all_stores.row_copies(self._writeback.all_stores),
         )

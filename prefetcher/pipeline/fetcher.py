@@ -100,7 +100,7 @@ class Fetcher:
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
         self._plans = plans
         self._groups = groups
-        self._stores, self._all_stores = stores, AllStores(stores)
+        self._stores, self.all_stores = stores, AllStores(stores)
         self._ring = ring
         self._writeback = writeback
         self._counters = counters
@@ -170,7 +170,7 @@ class Fetcher:
         if piece.arrays is not None:
             plan.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
         returned = self._writeback.returned
-        tickets = self._all_stores.read([self._rows_of(plan, span, slot) for span in piece.rows])
+        tickets = self.all_stores.read([self._rows_of(plan, span, slot) for span in piece.rows])
         self._reading.append(Reading(plan=plan, piece=piece, slice=slot, tickets=tickets, returned=returned))
         self._pieces.popleft()
         return True

@@ -75,7 +75,7 @@ class Writeback:
         self._groups = groups
         self._finite = tuple(map(FiniteRows, groups))
         self._finite_through = first_train_step  # train steps after which every row was finite
-        self._stores, self._all_stores = stores, AllStores(stores)
+        self._stores, self.all_stores = stores, AllStores(stores)
         self._pool = stores[0].numbers.pool
         self._ring = ring
         self._counters = counters
@@ -191,8 +191,9 @@ class Writeback:
             rows = payload[span.offset : span.offset + span.count * width].reshape(span.count, width)
             found.append((span.group, keys, rows))
             expected.applied[span.group] += span.count
-        self._require_finite(expected, found)
-        return self._all_stores.write(found)
+        with self.all_stores.counted(found):
+            self._require_finite(expected, found)
+            return self.all_stores.write(found)
 
     def _require_finite(self, expected: Expected, rows: Sequence[Rows]) -> None:
         if fault := first_fault(self._finite, rows, self._pool):

@@ -1,6 +1,8 @@
 """Reads and writes rows of several groups: those in memory in one compiled call, where one thread serves them all."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -13,8 +15,10 @@ from rowcast.prefetcher.stores.row_loops import LEAST_TO_PASS, gather, scatter, 
 from rowcast.prefetcher.stores.store import ABSENT, FINISHED, Finished, Keys, Records, Ticket
 from rowcast.prefetcher.stores.touched_rows import IndexedRows
 from rowcast.prefetcher.stores.tracked_store import FilledRead, TrackedStore
+from rowcast.protocol.messages import RowCopies
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import arrays_of, compiled_loop
+from rowcast.runtime.machine import mapped_bytes
 
 Rows = tuple[int, Keys, Records]  # of a group: its number, and keys with their records
 ARRAYS = ("index", "shifts", "words", "bits")  # `words`: u64, `stored` a row, of which a record has `width`
@@ -34,6 +38,7 @@ class AllStores:
         self._places = np.zeros(len(stores), PLACE)
         self._memory: list[MemoryStore | None] = []  # of each group, if the compiled loops can serve it
         self._kept: list[object] = []  # the loops use these arrays by their addresses
+        self._nbytes, self._thread_s = 0, 0.0  # of rows that were counted
         for place, own in zip(self._places, stores, strict=True):
             store = own.store
             self._memory.append(None)
@@ -51,8 +56,24 @@ class AllStores:
                     place[name], place[f"num_{name}"] = array.ctypes.data, len(array)
                 place["stored"] = store.rows.words.shape[1]
 
+    @contextmanager
+    def counted(self, rows: Sequence[Rows]) -> Iterator[None]:
+        """Counts these rows, and how long the threads take that share them."""
+        began_s = time.perf_counter()
+        yield
+        num_threads = self._stores[0].numbers.pool.num_shares(max([len(keys) for _, keys, _ in rows], default=0))
+        self._thread_s += num_threads * (time.perf_counter() - began_s)
+        self._nbytes += sum([records.nbytes for *_, records in rows])
+
     def read(self, rows: Sequence[Rows]) -> list[Ticket]:
-        """Does `TrackedStore.read` for each."""
+        """Does `TrackedStore.read` for each, and makes first values now if no ticket is late."""
+        with self.counted(rows):
+            tickets = self._read(rows)
+            for ticket in tickets:
+                ticket.done()
+        return tickets
+
+    def _read(self, rows: Sequence[Rows]) -> list[Ticket]:
         if not self._is_together(rows):
             return [self._stores[group].read(keys, records) for group, keys, records in rows]
         places, numbers, absent, starts = self._found(rows)
@@ -78,6 +99,18 @@ class AllStores:
         places["bits"] = [self._stores[group].changed_bits.ctypes.data for group, *_ in rows]
         write_each(places, numbers)
         return [FINISHED] * len(rows)
+
+    def row_copies(self, written: "AllStores") -> RowCopies:
+        """Returns what was counted of rows that were read here and of those `written`, and the memory of all rows."""
+        memory_bytes, huge_page_bytes = mapped_bytes([rows.span for own in self._stores if (rows := own.store.rows)])
+        return RowCopies(
+            bytes_read=self._nbytes,
+            read_s=self._thread_s,
+            bytes_written=written._nbytes,
+            write_s=written._thread_s,
+            memory_bytes=memory_bytes,
+            huge_page_bytes=huge_page_bytes,
+        )
 
     def _is_together(self, rows: Sequence[Rows]) -> bool:
         stores = [self._memory[group] for group, *_ in rows]

@@ -26,7 +26,7 @@ class MemoryStore(RowStore):
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         try:
             self.numbers: NumberedRows = numbered(group, min(group.num_rows, memory_bytes // row_bytes))
-            self.rows = StoredRows(self.numbers.most, group.record_bytes)
+            self.rows: StoredRows = StoredRows(self.numbers.most, group.record_bytes)
         except MemoryError:
             raise ConfigError(
                 f"tables of group {group.name} need {group.num_rows * row_bytes / 2**30:.1f} GiB of addresses, more "

@@ -5,12 +5,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rowcast.protocol.messages import TierTotals
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.arrays import I64, U64, Bytes
 from rowcast.runtime.stages import POLL_S, ThreadPool
+
+if TYPE_CHECKING:
+    from rowcast.prefetcher.stores.stored_rows import StoredRows
 
 Keys = I64  # [n] ascending, distinct
 Records = Bytes  # [n, record_bytes]
@@ -107,6 +110,7 @@ class RowStore(ABC):
     `job/stores.py`."""
 
     numbers: RowNumbers | None = None  # of its rows, if it numbers them; TrackedStore uses the same numbers
+    rows: "StoredRows | None" = None  # those in this process's memory, if it keeps any there
     works_ahead = False  # whether `stage` and `advance` do work; if no store's do, there is no staging thread
 
     @abstractmethod

@@ -16,6 +16,12 @@ class StoredRows:
         self.words: Words = reserved(num_rows * width, huge_pages=True).reshape(num_rows, width)
         self._scatter = scatter_for(self.words)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The addresses of the first byte and after the last."""
+        first = self.words.ctypes.data
+        return first, first + self.words.nbytes
+
     def read(self, rows: I64, out: Records, pool: ThreadPool) -> int:
         """Sets out[i] to the record of row rows[i], and leaves it if that is negative. Returns how many it left."""
         words = out.view(np.uint64)

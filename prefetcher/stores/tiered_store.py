@@ -130,7 +130,7 @@ class TieredStore(RowStore):
         cold.attach(self._places_of, self._settle)
 
     def _make_slots(self, num_slots: int) -> None:
-        self.rows = StoredRows(num_slots, self._record_bytes)
+        self.rows: StoredRows = StoredRows(num_slots, self._record_bytes)
         self._states: Bytes = np.full(num_slots, FREE, np.uint8)
         self._homes: U32 = np.zeros(num_slots, np.uint32)  # place of a row that is LOADING or CLEAN
         self._slot_keys: I64 = np.zeros(num_slots, np.int64)

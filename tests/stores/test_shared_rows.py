@@ -133,4 +133,7 @@ def test_rows_that_come_back_are_checked_by_all_threads(
         writeback.write_arrived()
         writeback.release_written()
     assert looks.count == NUM_THREADS
+    copies = writeback.all_stores.row_copies(writeback.all_stores)
+    assert copies.bytes_written == NUM_ROWS * GROUP.record_bytes
+    assert copies.write_s > 0
     assert (read(store, all_keys()[:NUM_ROWS]) == 0).all()

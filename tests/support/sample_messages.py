@@ -20,6 +20,7 @@ from rowcast.protocol.messages import (
     Returned,
     RingRef,
     RingSpec,
+    RowCopies,
     RowsBack,
     RowSpan,
     Saved,
@@ -233,6 +234,18 @@ def end_of_data(last_step: int | None) -> EndOfData:
         host_bytes=10**9,
         waits=(Wait(reason="credit", seconds=1.5), Wait(reason="store", seconds=0.0)),
         tier=tier_totals(),
+        row_copies=row_copies(),
+    )
+
+
+def row_copies() -> RowCopies:
+    return RowCopies(
+        bytes_read=6 * 10**9,
+        read_s=1.5,
+        bytes_written=3 * 10**9,
+        write_s=1.0,
+        memory_bytes=2**30,
+        huge_page_bytes=2**29,
     )
 
 

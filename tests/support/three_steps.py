@@ -199,6 +199,7 @@ def facts(
         "host_bytes": 5 * 2**30,
         "prefetcher_waits_s": {"credit": 1.5, "store": 0.25},
         "tier": tier,
+        "row_copies": sample_messages.row_copies(),
         "threads": 2,
         "pinned": False,
         "device": "cpu",

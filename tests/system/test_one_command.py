@@ -4,6 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rowcast.command_line import prefetcher, rowcast, trainer
+from rowcast.job.file import load_job
+from rowcast.job.tables import group_specs
 from rowcast.trainer.report.report_json import read_report
 from tests.support.processes import Session
 
@@ -14,6 +16,12 @@ def test_one_command_trains_evaluates_and_goes_on_from_a_run(session: Session) -
     session.write_job(data=DATA)
     session.start("train").ended().quiet()
     report = read_report(session.run_dir / "report.json")
+    copies, record_bytes = report.row_copies, group_specs(load_job(session.config))[0].record_bytes
+    assert copies.bytes_read == report.rows_fetched * record_bytes
+    assert copies.bytes_written == report.rows_written_back * record_bytes
+    assert copies.memory_bytes >= copies.huge_page_bytes
+    assert (report.read_gb_s or 0) > 0
+    assert (report.write_gb_s or 0) > 0
     session.start("train", "--eval").ended().quiet()
     evaluated = read_report(session.run_dir / "eval.json")
     assert (evaluated.auc, evaluated.train_steps, evaluated.steps) == (report.auc, report.train_steps, 0)

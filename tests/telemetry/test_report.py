@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from rowcast.protocol.messages import RowCopies, TierTotals
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent_number
 from rowcast.trainer.models.evaluate import Evaluation
@@ -21,7 +22,7 @@ from rowcast.trainer.report.report_json import (
 from rowcast.trainer.report.summary import print_summary
 from rowcast.trainer.step.metrics import new_counters
 from tests.support import three_steps
-from tests.support.sample_messages import tier_totals
+from tests.support.sample_messages import row_copies, tier_totals
 from tests.support.three_steps import facts
 
 
@@ -51,6 +52,7 @@ def test_a_report_survives_its_file(tmp_path: Path) -> None:
     write_report(path, made)
     assert read_report(path) == made
     assert [evaluation.train_step for evaluation in made.evaluations] == [2]
+    assert read_report(path).row_copies == row_copies()
     with_tier = report(facts(tier=tier_totals()))
     write_report(path, with_tier)
     assert read_report(path).tier == tier_totals()
@@ -157,10 +159,23 @@ def test_the_report_of_all_ranks_adds_what_they_share_out_and_keeps_what_each_di
     assert made.phase_ms["forward"] == 1000.0, "the mean over ranks of 1, 2 and 3 s, in 2 steps"
     assert made.tier is not None
     assert made.tier.late_rows == 3 * tier_totals().late_rows
+    assert made.row_copies.huge_page_bytes == 3 * row_copies().huge_page_bytes
+    assert (made.read_gb_s, made.write_gb_s) == (ranks[0].read_gb_s, ranks[0].write_gb_s) == (4.0, 3.0)
     assert made.rank_imbalance == 1.5
     assert [own.rank for own in made.ranks] == [0, 1, 2]
     assert [own.waited_for_ranks_s for own in made.ranks] == [2.0, 1.0, 0.0]
     assert sum(own.samples for own in made.ranks) == made.samples
+
+
+def test_rates_of_rows_need_rows() -> None:
+    made = report(facts() | {"row_copies": RowCopies(read_s=0.1)})
+    assert (made.read_gb_s, made.write_gb_s) == (None, None)
+
+
+def test_the_page_of_the_report_names_every_count_of_the_stores() -> None:
+    page = Path(__file__, "../../../docs/report.md").resolve().read_text()
+    named = set(re.findall(r"`(\w+)`", page))
+    assert {*TierTotals.__struct_fields__, *RowCopies.__struct_fields__, "read_gb_s", "write_gb_s"} <= named
 
 
 def test_the_report_of_a_trainer_that_is_alone_is_its_own() -> None:

@@ -49,6 +49,7 @@ def final_report(
         host_bytes=end.host_bytes,
         prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
         tier=end.tier,
+        row_copies=end.row_copies,
         threads=torch.get_num_threads(),
         pinned=engine.has_page_locked_rings,
         device=str(engine.device),

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rowcast.protocol.messages import TierTotals
+from rowcast.protocol.messages import RowCopies, TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import LOST
@@ -77,6 +77,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     phase_ms: dict[str, float]
     stall_share: float  # trainer_wait_s / wall_s
     tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
+    row_copies: RowCopies = RowCopies()
+    # 10^9 bytes of these rows a second, of each thread that shares them; None without rows
+    read_gb_s: float | None = None
+    write_gb_s: float | None = None
     bytes_to_device: int  # rows and arrays of plans
     bytes_from_device: int  # rows
     rank_imbalance: float  # rows of a train step that a rank owns, maximum over mean, averaged over steps
@@ -106,6 +110,7 @@ def make_report(
     wall_s: float,
     evaluations: Sequence[Evaluation],
     prefetcher_waits_s: dict[str, float],
+    row_copies: RowCopies,
     device: str,
     pids: dict[str, int],
     **facts: Any,
@@ -129,6 +134,7 @@ def make_report(
         },
         phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
         stall_share=counters.stalls["rows"] / wall_s if wall_s else 0.0,
+        **rates(row_copies),
         bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
         bytes_from_device=counters.total("row_bytes_from_device"),
         rank_imbalance=counters.mean_imbalance,
@@ -142,6 +148,14 @@ def make_report(
         **counted,
         **facts,
     )
+
+
+def rates(copies: RowCopies) -> dict[str, Any]:
+    return {
+        "row_copies": copies,
+        "read_gb_s": copies.bytes_read / copies.read_s / 1e9 if copies.bytes_read else None,
+        "write_gb_s": copies.bytes_written / copies.write_s / 1e9 if copies.bytes_written else None,
+    }
 
 
 def rank_figures(counters: TrainerCounters, device: str, pids: dict[str, int]) -> RankFigures:
@@ -184,6 +198,7 @@ def report_of_all(ranks: Sequence[Report]) -> Report:
         },
         phase_ms=by_name(fmean, [own.phase_ms for own in ranks]),
         tier=TierTotals(**sums(tiers, TierTotals.__struct_fields__)) if tiers else None,
+        **rates(RowCopies(**sums([own.row_copies for own in ranks], RowCopies.__struct_fields__))),
         ranks=tuple(figures for own in ranks for figures in own.ranks),
     )
 
