@@ -25,42 +25,31 @@ from rowcast.runtime.telemetry.logs import print_line
 as_plain = torch._C.DisableTorchFunctionSubclass
 
 MOST_COPIED = 2**26  # values of a gradient of which a copy of all rows is made
+BLOCK_ROWS = 2**16  # that are compared at once
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 # operations on single values, by their names in ATen; with "_" behind it, each changes its first argument
-BY_VALUE = frozenset(
-    (
-        *("add", "sub", "rsub", "mul", "div", "neg", "abs", "pow", "sqrt", "rsqrt", "reciprocal", "sign", "sgn", "exp"),
-        *("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "fmax", "fmin", "nan_to_num", "lerp", "addcmul"),
-        *("addcdiv", "where", "masked_fill", "isnan", "isinf", "eq", "ne", "lt", "le", "gt", "ge", "logical_not"),
-        *("logical_and", "logical_or", "bitwise_and", "bitwise_or", "bitwise_not", "fill", "copy", "clone", "_to_copy"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "tanh", "sigmoid", "log", "log1p", "round", "floor"),
-        *("ceil", "trunc", "hardtanh", "threshold", "remainder", "fmod", "square", "floor_divide", "true_divide"),
-    )
+BY_VALUE = words(
+    """add sub rsub mul div neg abs pow sqrt rsqrt reciprocal sign sgn exp clamp clamp_min clamp_max maximum minimum
+    fmax fmin nan_to_num lerp addcmul addcdiv where masked_fill isnan isinf eq ne lt le gt ge logical_not logical_and
+    logical_or bitwise_and bitwise_or bitwise_not fill copy clone _to_copy zeros_like ones_like full_like empty_like
+    tanh sigmoid log log1p round floor ceil trunc hardtanh threshold remainder fmod square floor_divide true_divide"""
 )
-FROM_ALL = frozenset(("all", "any", "max", "min", "amax", "amin"))  # the same for a value once as for many
-SUMS = frozenset(("sum", "norm", "linalg_vector_norm"))  # over rows, where all rows are too many
-DRAWN = frozenset(("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "random_", "geometric_", "dropout_"))
-DRAWN_LIKE = frozenset(("randn_like", "rand_like", "randint_like", "bernoulli", "native_dropout"))
-VIEWS = frozenset(
-    (
-        *(
-            "view",
-            "reshape",
-            "flatten",
-            "ravel",
-            "t",
-            "transpose",
-            "permute",
-            "unsqueeze",
-            "squeeze",
-            "expand",
-            "view_as",
-        ),
-        *("expand_as", "reshape_as", "unbind", "split", "chunk", "narrow", "select", "diagonal", "numpy", "__array__"),
-        *("tolist", "__iter__", "swapaxes", "movedim", "contiguous"),
-    )
+FROM_ALL = words("all any max min amax amin")  # the same for a value once as for many
+SUMS = words("sum norm linalg_vector_norm")  # over rows, where all rows are too many
+DRAWN = words(
+    """normal_ uniform_ bernoulli_ exponential_ cauchy_ random_ geometric_ dropout_ randn_like rand_like randint_like
+    bernoulli native_dropout"""
 )
-TRANSPOSED = frozenset(("T", "mT", "H", "mH"))
-ADDS = frozenset(("add_", "sub_", "__iadd__", "__isub__"))  # what a row of zeros leaves as it is
+VIEWS = words(
+    """view reshape flatten ravel t transpose permute unsqueeze squeeze expand view_as expand_as reshape_as unbind split
+    chunk narrow select diagonal numpy __array__ tolist __iter__ swapaxes movedim contiguous T mT H mH"""
+)
+ADDS = words("add_ sub_ __iadd__ __isub__")  # what a row of zeros leaves as it is
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +127,7 @@ class RowGradient(Tensor):
             if name == "__repr__":
                 return f"gradient of {target.rows.num_rows:,} rows; {target.rows.ids} have {target.rows.values}"
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if name in VIEWS or (name == "__get__" and attribute in TRANSPOSED):
+            if (attribute if name == "__get__" else name) in VIEWS:
                 return func(read_only(target.rows.whole()), *args[1:], **kwargs)
             if name == "__reduce_ex__":
                 return target.rows.whole().__reduce_ex__(*args[1:])  # type: ignore[no-untyped-call]
@@ -165,7 +154,7 @@ class RowGradient(Tensor):
             return args[0]
         if name.startswith(("_foreach_", "_amp_foreach_")):
             return of_each(func, args, kwargs)
-        if name in DRAWN or name in DRAWN_LIKE:
+        if name in DRAWN:
             raise refused(rows, f"{name} draws a number for each of its rows")
         if name.removesuffix("_") in BY_VALUE:
             return by_value(func, name, rows, args, kwargs)
@@ -174,7 +163,7 @@ class RowGradient(Tensor):
         if name in SUMS and rows.is_by_rows and rows.num_rows * rows.values.shape[1] > MOST_COPIED:
             say_of_sums()
             return func(rows.values, *args[1:], **kwargs)
-        if name.endswith("_") or func.is_view:
+        if name.endswith("_") or func.is_view:  # a view that an operation is made of may be for a write
             raise refused(rows, f"{name} of it is none of the operations that go by rows")
         return func(*tree_map(copied, args), **tree_map(copied, kwargs))
 
@@ -219,7 +208,7 @@ def by_value(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
         if len(ids) == len(rows.ids):
             ids = rows.ids
     try:
-        rest = rest_of(func, name, leaves, spec, changes, rows, ids)
+        rest = rest_of(func, leaves, spec, changes, rows, ids)
     except Varies:
         if changes:
             raise refused(rows, f"{name} with all rows of another tensor would change every row") from None
@@ -244,50 +233,30 @@ def is_of_rows(leaf: Any, rows: Rows) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() == 2 and leaf.shape[0] == rows.num_rows != 1
 
 
-def rest_of(func: Any, name: str, leaves: list[Any], spec: Any, changes: bool, rows: Rows, ids: Tensor) -> Tensor:
+def rest_of(func: Any, leaves: list[Any], spec: Any, changes: bool, rows: Rows, ids: Tensor) -> Tensor:
     """Returns what the operation makes of each row beside `ids`, which no gradient has, [1, D]. Raises Varies."""
     if any(isinstance(leaf, Tensor) and leaf.dim() > 2 for leaf in leaves):
         raise Varies
-    tables = [leaf for leaf in leaves if is_of_rows(leaf, rows) and not isinstance(leaf, RowGradient)]
 
-    def with_rows(row_of: Callable[[Tensor], Tensor]) -> Tensor:
-        def of_rest(leaf: Any) -> Any:
+    def made_of(chosen: Tensor) -> Tensor:
+        def of_chosen(leaf: Any) -> Any:
             if isinstance(leaf, RowGradient):
-                return leaf.rows.rest.clone() if changes else leaf.rows.rest
-            return row_of(leaf) if is_of_rows(leaf, rows) else leaf
+                rest = leaf.rows.rest.expand(len(chosen), -1)
+                return rest.clone() if changes else rest
+            return leaf[chosen] if is_of_rows(leaf, rows) else leaf
 
-        call = tree_unflatten([of_rest(leaf) for leaf in leaves], spec)
-        rest: Tensor = func(*call[0], **call[1])
-        return rest
+        call = tree_unflatten([of_chosen(leaf) for leaf in leaves], spec)
+        made: Tensor = func(*call[0], **call[1])
+        return made
 
-    def with_filling(filling: Any) -> Tensor:
-        return with_rows(lambda table: torch.full_like(table[:1], filling))
-
-    if all(is_alike_beside(table, ids) for table in tables):
-        is_beside = torch.ones(rows.num_rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False)
-        first = int(is_beside.to(torch.int8).argmax())
-        return with_rows(lambda table: table[first : first + 1])
-    if all(table.dtype == torch.bool for table in tables):
-        rest = with_filling(True)
-        if torch.equal(rest, with_filling(False)):
-            return rest
+    if all(isinstance(leaf, RowGradient) or not is_of_rows(leaf, rows) for leaf in leaves):
+        return made_of(ids.new_zeros(1))
+    is_beside = torch.ones(rows.num_rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False)
+    beside = is_beside.nonzero()[:, 0]
+    rest = made_of(beside[:1] if len(beside) else ids[:1])
+    if not all(bool((made_of(block) == rest).all()) for block in torch.split(beside, BLOCK_ROWS)):
         raise Varies
-    is_divisor = name.startswith("div")
-    if (
-        not name.startswith(("mul", "div"))
-        or (is_divisor and isinstance(leaves[1], RowGradient))
-        or bool(rows.rest.any())
-    ):
-        raise Varies
-    if not all(bool((table != 0).all() if is_divisor else table.isfinite().all()) for table in tables):
-        raise Varies
-    return with_filling(1)
-
-
-def is_alike_beside(table: Tensor, ids: Tensor) -> bool:
-    """Whether the rows of a tensor [V, ...] beside `ids`, i64 [n] distinct, are all the same."""
-    others = table[torch.ones(len(table), dtype=torch.bool, device=table.device).index_fill_(0, ids, False)]
-    return bool((others == others[:1]).all())
+    return rest
 
 
 def onto_plain(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
