@@ -23,17 +23,15 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from rowcast.job.units import parse_bytes, parse_rows
 from rowcast.runtime.errors import ConfigError, listed, nearest
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import script_optimizer  # noqa: F401 - it follows the script's optimizers from here on
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.adoption import Adoption
+from rowcast.trainer.adopt.adoption import STATES, Adoption, Capacity
 from rowcast.trainer.adopt.read_ahead import ReadAhead
 from rowcast.trainer.adopt.rows import Home
 from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation, refuse_whole
 
-STATES = 2  # of a row, as Adam keeps them: an optimizer may be made later
 DEPTH = 16  # batches that are read ahead
 KINDS: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
 
@@ -46,28 +44,6 @@ class LookedUp:
 
     name: str
     num_embeddings: int
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """What the tables of a model may take on the device."""
-
-    text: str  # as the script wrote it
-    most: int  # rows, or bytes
-    counts_rows: bool
-
-    @classmethod
-    def of(cls, text: str | int) -> "Capacity":
-        rows = parse_rows(text)
-        if rows is not None:
-            return cls(str(text), rows, counts_rows=True)
-        try:
-            return cls(str(text), parse_bytes(text), counts_rows=False)
-        except ValueError as error:
-            raise ConfigError(f"adopt(capacity={text!r}): {error}") from None
-
-    def cost(self, table: nn.Parameter) -> int:
-        return len(table) if self.counts_rows else 4 * table.numel() * (1 + STATES)
 
 
 def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep: Collection[str] = ()) -> Model:
@@ -90,8 +66,7 @@ def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep:
     for name in chosen:
         refuse_other_kinds(name, found[name])
     if chosen:
-        left = room.most - sum(room.cost(own) for name, own in found.items() if name not in chosen)
-        of_process = doors(room, f"{left} rows" if room.counts_rows else left)
+        of_process = doors(room, room.left_by(own for name, own in found.items() if name not in chosen))
         for name in chosen:
             of_process.add(name, found[name])
         for module in model.modules():
@@ -156,7 +131,7 @@ def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], r
         return
     rows = {name: found[name].table.num_rows for name in chosen}  # type: ignore[attr-defined]
     dims = {name: found[name].table.dim for name in chosen}  # type: ignore[attr-defined]
-    left = room.most - sum(room.cost(found[name]) for name in ordinary)
+    left = room.left_by(found[name] for name in ordinary).most
     if not room.counts_rows:
         row_bytes = 4 * (1 + STATES) * sum(rows[name] * dims[name] for name in chosen) / sum(rows.values())
         left = int(left / row_bytes)
@@ -173,10 +148,10 @@ def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], r
 class Doors:
     """The adopted tables of this process, which share one engine."""
 
-    def __init__(self, room: Capacity, capacity: str | int) -> None:
-        """capacity: what the tables that stay ordinary leave of the room."""
+    def __init__(self, room: Capacity, left: Capacity) -> None:
+        """left: by the tables that stay ordinary."""
         self.room = room
-        self.engine = Adoption(capacity)
+        self.engine = Adoption(left)
         self.reading = ReadAhead(DEPTH, self.engine)
         self.reading.open()
         self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
@@ -232,13 +207,13 @@ class Doors:
 _doors: list[Doors] = []  # none or one
 
 
-def doors(room: Capacity, capacity: str | int) -> Doors:
+def doors(room: Capacity, left: Capacity) -> Doors:
     if _doors and not _doors[0].is_alive():
         dropped = _doors.pop()
         dropped.report()
         dropped.reading.close()
     if not _doors:
-        _doors.append(Doors(room, capacity))
+        _doors.append(Doors(room, left))
     if _doors[0].room != room:
         raise ConfigError(
             f"this process has adopted {listed(list(_doors[0].tables))} with capacity={_doors[0].room.text!r}, and all "

@@ -11,15 +11,16 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rowcast.job.file import parse_job
 from rowcast.job.models import NO_MODEL
@@ -37,10 +38,36 @@ from rowcast.trainer.adopt.rows import Home, Records, alone
 from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
 from rowcast.trainer.adopt.script_process import ScriptProcess
 
+STATES = 2  # of a row, as Adam keeps them: an optimizer may be made later
 DEPTH, HORIZON = 4, 8  # steps; together below those that are read ahead
 MEASURED_STEPS = 32
 MOST_STOPPED = "720h"  # of a script that Ctrl-Z has stopped, or a busy host: the end of either process is seen at once
 LOCK = "adopted.lock"
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the tables of a model may take on the device."""
+
+    text: str  # as the script wrote it
+    most: int  # rows, or bytes
+    counts_rows: bool
+
+    @classmethod
+    def of(cls, text: str | int) -> "Capacity":
+        rows = parse_rows(text)
+        if rows is not None:
+            return cls(str(text), rows, counts_rows=True)
+        try:
+            return cls(str(text), parse_bytes(text), counts_rows=False)
+        except ValueError as error:
+            raise ConfigError(f"adopt(capacity={text!r}): {error}") from None
+
+    def cost(self, table: nn.Parameter) -> int:
+        return len(table) if self.counts_rows else 4 * table.numel() * (1 + STATES)
+
+    def left_by(self, tables: Iterable[nn.Parameter]) -> "Capacity":
+        return replace(self, most=self.most - sum(map(self.cost, tables)))
 
 
 class EngineRows:
@@ -62,7 +89,7 @@ class EngineRows:
 class Adoption:
     """Implements `read_ahead.Sink`. The script's thread calls it."""
 
-    def __init__(self, capacity: str | int) -> None:
+    def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
         self.folder, self._lock = own_folder()
         self.num_starts = self.steps_replayed = 0
@@ -193,15 +220,13 @@ class Adoption:
             process.close()
 
 
-def room_bytes(homes: list[Home], capacity: str | int, tables: Sequence[ScriptTable]) -> int:
+def room_bytes(homes: list[Home], capacity: Capacity, tables: Sequence[ScriptTable]) -> int:
     """The bytes of a capacity. Raises ConfigError if a coming step has more rows."""
     record_bytes = [aligned(4 * home.here.first.width) for home in homes]
-    num_rows = parse_rows(capacity)
-    if num_rows is None:
-        room = parse_bytes(capacity)
-    else:
+    room = capacity.most
+    if capacity.counts_rows:
         sizes = [len(home.here.first.lasts) for home in homes]
-        room = num_rows * sum(map(operator.mul, sizes, record_bytes)) // sum(sizes)
+        room = room * sum(map(operator.mul, sizes, record_bytes)) // sum(sizes)
     largest = [table.largest_rows for table in tables]
     needed = sum(map(operator.mul, largest, record_bytes))
     if needed > room:

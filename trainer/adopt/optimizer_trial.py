@@ -194,9 +194,9 @@ def train_apart(rule: Rule, first: dict[str, float], dim: int, device: torch.dev
     catch_up(rows, log)
     if has_drawn(drawn):
         raise rule.refuse(DRAWS)
-    if not have_same_bits(rows, Records(table.data, rows_of(whole, table), rows.lasts)):
+    if not rows.has_bits_of(Records(table.data, rows_of(whole, table), rows.lasts)):
         raise rule.refuse(MIXES)
-    return not have_same_bits(rows, before)
+    return not rows.has_bits_of(before)
 
 
 def numbers_of(group: Mapping[str, Any], state: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -204,15 +204,6 @@ def numbers_of(group: Mapping[str, Any], state: Mapping[str, Any], names: Iterab
     kept = [group.get(name) for name in names if name != "params"], [own for own in state.values() if not has_rows(own)]
     simple = (own for own in tree_leaves(kept) if isinstance(own, (Tensor, *SIMPLE)))
     return repr([float(own) if isinstance(own, Tensor) else own for own in simple])
-
-
-def have_same_bits(one: Records, other: Records) -> bool:
-    pairs = [(one.weights, other.weights), *((own, other.states[name]) for name, own in one.states.items())]
-    return all(torch.equal(bits_of(own), bits_of(expected)) for own, expected in pairs)
-
-
-def bits_of(own: Tensor) -> Tensor:
-    return torch.where(own.isnan(), torch.nan, own).view(torch.int32)
 
 
 def random_states() -> str:
@@ -234,11 +225,7 @@ class SpotCheck:
         # what is kept beside these, and whether they drew random numbers
 
     def before_step(
-        self,
-        parameter: nn.Parameter,
-        group: dict[str, Any],
-        settings: Mapping[str, Any],
-        state: Mapping[str, Any],
+        self, parameter: nn.Parameter, group: dict[str, Any], settings: Mapping[str, Any], state: Mapping[str, Any]
     ) -> None:
         """`parameter`, `state`: of the step's rows; they stay as they are."""
         self.steps, self._group = self.steps + 1, group
@@ -276,6 +263,5 @@ class SpotCheck:
         if draws:
             return DRAWS
         trained = Records(parameter.data[at], {name: own[at] for name, own in rows.items()}, at)
-        return (
-            "" if have_same_bits(alone, trained) and numbers == numbers_of(self._group, state, self._group) else MIXES
-        )
+        is_same = alone.has_bits_of(trained) and numbers == numbers_of(self._group, state, self._group)
+        return "" if is_same else MIXES

@@ -32,6 +32,12 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def attribute_of(func: Callable[..., Any]) -> str:
+    """The attribute that a function gets, sets or deletes, or ""."""
+    is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
+    return str(func.__self__.__name__) if is_access else ""  # type: ignore[attr-defined]
+
+
 # operations on single values, by their names in ATen; with "_" behind it, each changes its first argument
 BY_VALUE = words(
     """add sub rsub mul div neg abs pow sqrt rsqrt reciprocal sign sgn exp clamp clamp_min clamp_max maximum minimum
@@ -126,8 +132,7 @@ class RowGradient(Tensor):
                 return put(target.rows, *args[1:])
             if name == "__repr__":
                 return f"gradient of {target.rows.num_rows:,} rows; {target.rows.ids} have {target.rows.values}"
-            attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-            if (attribute if name == "__get__" else name) in VIEWS:
+            if (attribute_of(func) or name) in VIEWS:
                 return func(read_only(target.rows.whole()), *args[1:], **kwargs)
             if name == "__reduce_ex__":
                 return target.rows.whole().__reduce_ex__(*args[1:])  # type: ignore[no-untyped-call]

@@ -60,6 +60,11 @@ class Records:
         for name, own in self.states.items():
             own[index] = rows.states[name]
 
+    def has_bits_of(self, others: "Records") -> bool:
+        """Whether weights and states are the same; any NaN is like any other."""
+        pairs = [(self.weights, others.weights), *((own, others.states[name]) for name, own in self.states.items())]
+        return all(torch.equal(bits_of(own), bits_of(other)) for own, other in pairs)
+
     def joined(self, others: "Records", order: Tensor) -> "Records":
         """Both one after the other, in `order`, i64 [n]."""
         return Records(
@@ -67,6 +72,10 @@ class Records:
             {name: torch.cat([own, others.states[name]])[order] for name, own in self.states.items()},
             torch.cat([self.lasts, others.lasts])[order],
         )
+
+
+def bits_of(own: Tensor) -> Tensor:
+    return torch.where(own.isnan(), torch.nan, own).view(torch.int32)
 
 
 class Engine(Protocol):
@@ -254,8 +263,7 @@ class Home:
             return False
         now, first = self._at_rest
         self.missed_steps(now)
-        pairs = [(now.weights, first.weights), *((now.states[name], first.states[name]) for name in now.states)]
-        return all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
+        return now.has_bits_of(first)
 
     @alone
     def repoint(self, tensor: Tensor) -> WholeField:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.row_gradient import as_plain, ids_of, is_basic, split
+from rowcast.trainer.adopt.row_gradient import as_plain, attribute_of, ids_of, is_basic, split, words
 from rowcast.trainer.adopt.rows import positions
 from rowcast.trainer.adopt.whole_table import TableView, WholeField
 
@@ -31,51 +31,30 @@ LOOK_UPS = {
     for look_up in (F.embedding, F.embedding_bag)
 }
 # attributes and methods that say how the parameter is, not what its rows are
-PROPERTIES = frozenset(
-    (
-        *("requires_grad", "is_leaf", "grad_fn", "device", "dtype", "is_sparse", "layout", "is_cuda", "is_cpu"),
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "is_mps", "is_meta", "is_xla", "is_quantized", "is_nested"),
-        *(
-            "_version",
-            "names",
-            "output_nr",
-            "ndim",
-            "shape",
-            "itemsize",
-            "nbytes",
-            "is_xpu",
-            "is_vulkan",
-            "is_sparse_csr",
-        ),
-    )
+PROPERTIES = words(
+    """requires_grad is_leaf grad_fn device dtype is_sparse layout is_cuda is_cpu _backward_hooks is_mps is_meta is_xla
+    _post_accumulate_grad_hooks is_quantized is_nested _version names output_nr ndim shape itemsize nbytes is_xpu
+    is_vulkan is_sparse_csr"""
 )
-OF_PARAMETER = frozenset(
-    (
-        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_floating_point", "is_complex"),
-        *("_has_compatible_shallow_copy_type", "has_names", "__hash__", "element_size", "is_inference", "get_device"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "dim", "numel", "size"),
-        *("nelement", "ndimension", "__len__", "is_signed", "is_conj", "is_neg", "retain_grad", "new_zeros"),
-        *("detach_", "new_empty", "new_ones", "new_full", "new_tensor", "is_same_size", "type", "dim_order"),
-    )
+OF_PARAMETER = words(
+    """requires_grad_ register_hook register_post_accumulate_grad_hook is_floating_point is_complex has_names __hash__
+    _has_compatible_shallow_copy_type element_size is_inference get_device zeros_like ones_like full_like empty_like
+    rand_like randn_like dim numel size nelement ndimension __len__ is_signed is_conj is_neg retain_grad new_zeros
+    detach_ new_empty new_ones new_full new_tensor is_same_size type dim_order"""
 )
-OF_MEMORY = frozenset(("stride", "is_contiguous", "storage_offset"))
-MOVES = frozenset(("to", "cuda", "cpu", "half", "float", "double", "bfloat16"))
-OF_ANOTHER = frozenset(("view_as", "expand_as", "reshape_as", "type_as"))  # take only the shape or type of their second
-RESHAPES = frozenset(("t_", "transpose_", "swapaxes_", "swapdims_", "unsqueeze_", "squeeze_", "as_strided_"))
+OF_MEMORY = words("stride is_contiguous storage_offset")
+MOVES = words("to cuda cpu half float double bfloat16")
+OF_ANOTHER = words("view_as expand_as reshape_as type_as")  # take only the shape or type of their second
+RESHAPES = words("t_ transpose_ swapaxes_ swapdims_ unsqueeze_ squeeze_ as_strided_")
 # of the whole table, and no part of a loss
-READS = frozenset(
-    (
-        *("detach", "copy_", "__repr__", "tolist", "__format__", "untyped_storage", "data_ptr", "storage", "equal"),
-        *("isnan", "isinf", "isfinite", "isneginf", "isposinf", "isclose", "allclose", "signbit", "all", "any"),
-        *("eq", "ne", "lt", "le", "gt", "ge", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
-        *("argmax", "argmin", "argsort", "nonzero", "count_nonzero", "histc", "bucketize", "searchsorted", "isin"),
-    )
+READS = words(
+    """detach copy_ __repr__ tolist __format__ untyped_storage data_ptr storage equal isnan isinf isfinite isneginf
+    isposinf isclose allclose signbit all any eq ne lt le gt ge __eq__ __ne__ __lt__ __le__ __gt__ __ge__ argmax argmin
+    argsort nonzero count_nonzero histc bucketize searchsorted isin"""
 )
-SCORES = frozenset(
-    (
-        *("matmul", "__matmul__", "__rmatmul__", "mm", "linear", "t", "T", "mT", "transpose", "addmm", "einsum", "bmm"),
-        *("inner", "tensordot", "mv", "dot", "permute", "baddbmm"),
-    )
+SCORES = words(
+    """matmul __matmul__ __rmatmul__ mm linear t T mT transpose addmm einsum bmm inner tensordot mv dot permute
+    baddbmm"""
 )
 
 
@@ -84,15 +63,11 @@ class TableParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs, name = kwargs or {}, operation(func)
         first: Any = args[0] if args else None
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+        attribute = attribute_of(func)
         if func in LOOK_UPS:
             return embedding(func, args, kwargs)
         if name == "embedding":
@@ -109,8 +84,7 @@ class TableParameter(nn.Parameter):
             return first
         if name in MOVES and (moved := another_door(func, args, kwargs)) is not None:
             return moved
-        is_property = name in ("__get__", "__set__") and attribute in PROPERTIES
-        if name in OF_PARAMETER or is_property or (name in OF_ANOTHER and not isinstance(first, TableParameter)):
+        if is_of_parameter(func) or (name in OF_ANOTHER and not isinstance(first, TableParameter)):
             with as_plain():
                 return func(*args, **kwargs)
         if name in OF_MEMORY:
@@ -142,17 +116,12 @@ class TableState(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        name, attribute = operation(func), getattr(getattr(func, "__self__", None), "__name__", "")
-        if name in OF_PARAMETER or (name in ("__get__", "__set__") and attribute in (*PROPERTIES, "grad")):
+        if is_of_parameter(func) or attribute_of(func) == "grad":
             with as_plain():
                 return func(*args, **(kwargs or {}))
-        if (name, attribute) == ("__set__", "data"):
+        if (operation(func), attribute_of(func)) == ("__set__", "data"):
             opened(args[0]).copy_(args[1])
             return None
         return through_doors(func, args, kwargs or {})
@@ -177,6 +146,10 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) 
 def operation(func: Callable[..., Any]) -> str:
     """The name of an operation, also of one of torch.ops."""
     return str(getattr(func, "__name__", func)).split(".")[0]
+
+
+def is_of_parameter(func: Callable[..., Any]) -> bool:
+    return operation(func) in OF_PARAMETER or attribute_of(func) in PROPERTIES
 
 
 def opened(leaf: Any) -> Any:
