@@ -138,8 +138,7 @@ class RowGradient(Tensor):
                 return target.rows.whole().__reduce_ex__(*args[1:])  # type: ignore[no-untyped-call]
             if name == "__deepcopy__":
                 return target.clone()
-        others = {other for other in types if not issubclass(other, RowGradient) and issubclass(other, Tensor)}
-        if any(hasattr(other, "plain") for other in others):  # doors to whole tables
+        if any(hasattr(kind, "plain") for kind in types):  # doors to whole tables
             args, kwargs = tree_map(lambda leaf: leaf.plain() if hasattr(leaf, "plain") else leaf, (args, kwargs))
         with as_plain():
             return func(*args, **kwargs)
@@ -243,25 +242,33 @@ def rest_of(func: Any, leaves: list[Any], spec: Any, changes: bool, rows: Rows, 
     if any(isinstance(leaf, Tensor) and leaf.dim() > 2 for leaf in leaves):
         raise Varies
 
-    def made_of(chosen: Tensor) -> Tensor:
-        def of_chosen(leaf: Any) -> Any:
-            if isinstance(leaf, RowGradient):
-                rest = leaf.rows.rest.expand(len(chosen), -1)
-                return rest.clone() if changes else rest
-            return leaf[chosen] if is_of_rows(leaf, rows) else leaf
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, RowGradient)]
+    rests = [leaf.rows.rest for leaf in leaves if isinstance(leaf, RowGradient)]
+    is_one_column = all(not leaf.dim() or leaf.shape[-1] == 1 for leaf in others) and all(
+        bool((rest == rest[:, :1]).all()) for rest in rests
+    )
 
-        call = tree_unflatten([of_chosen(leaf) for leaf in leaves], spec)
+    def made_of(begin: int, end: int) -> Tensor:
+        def of_part(leaf: Any) -> Any:
+            if isinstance(leaf, RowGradient):
+                rest = leaf.rows.rest[:, : 1 if is_one_column else None].expand(end - begin, -1)
+                return rest.clone() if changes else rest
+            return leaf[begin:end] if is_of_rows(leaf, rows) else leaf
+
+        call = tree_unflatten([of_part(leaf) for leaf in leaves], spec)
         made: Tensor = func(*call[0], **call[1])
         return made
 
-    if all(isinstance(leaf, RowGradient) or not is_of_rows(leaf, rows) for leaf in leaves):
-        return made_of(ids.new_zeros(1))
-    is_beside = torch.ones(rows.num_rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, False)
-    beside = is_beside.nonzero()[:, 0]
-    rest = made_of(beside[:1] if len(beside) else ids[:1])
-    if not all(bool((made_of(block) == rest).all()) for block in torch.split(beside, BLOCK_ROWS)):
-        raise Varies
-    return rest
+    first = 0
+    if any(is_of_rows(leaf, rows) for leaf in others):
+        has_own = torch.zeros(rows.num_rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+        first = int(has_own.to(torch.int8).argmin())
+        for at in range(0, rows.num_rows, BLOCK_ROWS):
+            end = min(at + BLOCK_ROWS, rows.num_rows)
+            is_rest = (made_of(at, end) == made_of(first, first + 1)).all(1)
+            if not bool((is_rest | has_own[at:end]).all()):
+                raise Varies
+    return made_of(first, first + 1).expand(1, rows.rest.shape[1])
 
 
 def onto_plain(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
