@@ -28,7 +28,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.missed_steps import AdamLoops, SGDLoops
 from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import Segment, Step, StepLog, has_rows
+from rowcast.trainer.adopt.step_log import Segment, Step, StepLog, has_rows, hyper_of
 
 Loops = AdamLoops | SGDLoops
 LOOPS: dict[type[Optimizer], Callable[[dict[str, Any]], Loops]] = {Adam: AdamLoops, AdamW: AdamLoops, SGD: SGDLoops}
@@ -102,7 +102,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 def made_anew(rule: type[Optimizer], hyper: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer:
     """An optimizer of the class with these settings, for one parameter."""
     wanted = inspect.signature(rule.__init__).parameters
-    settings = {name: value for name, value in hyper.items() if name in wanted and name != "params"}
+    settings = {name: value for name, value in hyper_of(hyper).items() if name in wanted}
     try:
         return rule([parameter], **settings)
     except (TypeError, ValueError) as error:
@@ -141,7 +141,7 @@ def try_loops() -> None:
     """Compiles all of them."""
     for rule in LOOPS:
         [group] = made_anew(rule, {"lr": 0.1}, nn.Parameter(torch.zeros(1, 1, device="cpu"))).param_groups
-        hyper = {name: value for name, value in group.items() if name != "params"}
+        hyper = hyper_of(group)
         chosen(Step(hyper, {"step": torch.tensor(1.0, device="cpu")}, LOOPS[rule](hyper).needs), rule)
 
 

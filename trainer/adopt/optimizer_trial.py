@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.trainer.adopt.catch_up import catch_up, made_anew, step_twin, step_without_hooks
 from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import StepLog, has_rows, is_number
+from rowcast.trainer.adopt.step_log import StepLog, has_rows, hyper_of, is_number, rows_of
 
 ROWS, STEPS = 150, 32  # rules factor what has 128 rows and columns, and count to 5, 6 and 10 steps
 MOST_COLUMNS = 256
@@ -64,7 +64,7 @@ def arguments(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def settings_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     names = arguments(type(optimizer).__init__)
     kept = {name: value for name, value in vars(optimizer).items() if name in names and isinstance(value, SIMPLE)}
-    return {**kept, **{name: value for name, value in group.items() if name != "params"}}
+    return {**kept, **hyper_of(group)}
 
 
 _kept: dict[tuple[Any, ...], Kept] = {}
@@ -115,29 +115,22 @@ def first_states(rule: Rule) -> dict[str, float]:
     if rule.is_sparse:
         grad[0] = 0  # a row without a gradient keeps what the rule begins its states with
         grad = grad.to_sparse(1)
-    first = {name: float(own[0, 0]) for name, own in rows_of(optimizer, parameter).items()}
+    first = {name: float(own[0, 0]) for name, own in rows_of(optimizer.state.get(parameter, {})).items()}
     for _ in range(2):
         parameter.grad = grad
         step_without_hooks(optimizer)
-    for name, value in [*without_params(optimizer).items(), *optimizer.state[parameter].items()]:
+    kept, form = optimizer.state.get(parameter, {}), form_of(weights)
+    for name, value in [*hyper_of(optimizer.param_groups[0]).items(), *kept.items()]:
         for own in tree_leaves(value):
-            is_row = isinstance(own, Tensor) and own is rows_of(optimizer, parameter).get(name)
-            if isinstance(own, Tensor) and not (form_of(own) == form_of(weights) if is_row else is_number(own)):
+            is_row = isinstance(own, Tensor) and own is rows_of(kept).get(name)
+            if isinstance(own, Tensor) and not (form_of(own) == form if is_row else is_number(own)):
                 place = "" if own is value else f" in a {type(value).__name__}"
                 raise rule.refuse(
                     f"keeps {name} of {form_of(own)}{place} for a table of {list(SMALL)}, and rowcast moves states "
                     "that have a row of torch.float32 for each row"
                 )
-    begun = rows_of(optimizer, parameter).items()  # a dense rule begins its states itself, in a row's first missed step
-    return {name: first.get(name, float(own[0, 0]) if rule.is_sparse else 0.0) for name, own in begun}
-
-
-def rows_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    return {name: own for name, own in optimizer.state.get(parameter, {}).items() if has_rows(own)}
-
-
-def without_params(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: own for name, own in optimizer.param_groups[0].items() if name != "params"}
+    # a dense rule begins its states itself, in a row's first missed step
+    return {name: first.get(name, float(own[0, 0]) if rule.is_sparse else 0.0) for name, own in rows_of(kept).items()}
 
 
 def form_of(own: Tensor) -> str:
@@ -180,7 +173,7 @@ def train_apart(rule: Rule, first: dict[str, float], dim: int, device: torch.dev
         parameter.grad, parameter.data = None, taken.weights
         parameter.grad = table.grad.index_select(0, ids)
         kept = part.state.get(parameter, {})
-        kept.update({name: taken.states[name] for name in rows_of(part, parameter)})
+        kept.update({name: taken.states[name] for name in rows_of(kept)})
         settings = settings_of(part, part.param_groups[0])
         if not rule.is_sparse:
             log.append(settings, kept)
@@ -189,12 +182,12 @@ def train_apart(rule: Rule, first: dict[str, float], dim: int, device: torch.dev
         step_without_hooks(whole)
         if fault := spot.fault(parameter, part.state.get(parameter, {})):
             raise rule.refuse(fault)
-        rows.put(ids, Records(parameter.data, rows_of(part, parameter), torch.full_like(ids, log.steps)))
+        rows.put(ids, Records(parameter.data, rows_of(part.state.get(parameter, {})), torch.full_like(ids, log.steps)))
     before = rows.take(torch.arange(ROWS, device=device))
     catch_up(rows, log)
     if has_drawn(drawn):
         raise rule.refuse(DRAWS)
-    if not rows.has_bits_of(Records(table.data, rows_of(whole, table), rows.lasts)):
+    if not rows.has_bits_of(Records(table.data, rows_of(whole.state.get(table, {})), rows.lasts)):
         raise rule.refuse(MIXES)
     return not rows.has_bits_of(before)
 
@@ -248,11 +241,11 @@ class SpotCheck:
         rows = {name: value[at] if has_rows(value) else copy.deepcopy(value) for name, value in state.items()}
         step_twin(alone, own, copy.deepcopy(dict(settings)), rows)
         numbers = numbers_of(alone.param_groups[0], alone.state.get(own, {}), self._group)
-        self._alone = at, Records(own.data, rows_of(alone, own), at), numbers, has_drawn(drawn)
+        self._alone = at, Records(own.data, rows_of(alone.state.get(own, {})), at), numbers, has_drawn(drawn)
 
     def fault(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
         """After the step: what it has shown that a table's rule must not do, or ""."""
-        rows = {name: own for name, own in state.items() if has_rows(own)}
+        rows = rows_of(state)
         if rows.keys() != self.kept.first.keys():
             return (
                 f"keeps {listed([*rows]) or 'nothing'} of a row, and before {listed([*self.kept.first]) or 'nothing'}"

@@ -241,21 +241,21 @@ class Home:
         first = self.here.first.field(field.name)
         if field.array is None:
             _, field.array = self.new_file(f"{field.name}.whole", first.shape, first.dtype)
+            field.is_stale[:] = True
         for ids in torch.split(self._changed(field), BLOCK_ROWS):
             rows = self._caught_up(self.rows.read(ids.to(self.device))).field(field.name).cpu()
             is_other = (rows.view(torch.int32) != field.array[ids].view(torch.int32)).any(1)
             field.array[ids[is_other]] = rows[is_other]
-        field.is_filled, field.steps = True, self.missed_steps.steps
+        field.steps = self.missed_steps.steps
         field.note_left()
 
     def _changed(self, field: WholeField) -> Tensor:
         """Rows that may have another value than in the array, i64 [n] ascending."""
-        has_steps = field.steps != self.missed_steps.steps
-        if not field.is_filled or (has_steps and not self._is_at_rest()):
-            return torch.arange(len(field.is_stale), device="cpu")
+        if field.steps != self.missed_steps.steps:
+            field.is_stale |= self._is_moving if self._is_at_rest() else True
         stale = np.flatnonzero(field.is_stale)
         field.is_stale[stale] = False
-        return torch.from_numpy(np.flatnonzero(self._is_moving) if has_steps else stale)
+        return torch.from_numpy(stale)
 
     def _is_at_rest(self) -> bool:
         """Whether steps have not moved a row that was never trained."""
@@ -289,7 +289,7 @@ class Home:
         field = given if given is not None and given.array is not None else WholeField(self, WEIGHTS, len(tensor))
         with as_plain():
             field.array = tensor.as_subclass(Tensor)
-        field.keeper, field.is_filled = self, True
+        field.keeper = self
         field.is_stale[:] = False
         self._fields[WEIGHTS] = field
         self.is_sealed = False

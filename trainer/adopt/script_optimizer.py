@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -26,7 +26,7 @@ from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.catch_up import catch_up
 from rowcast.trainer.adopt.optimizer_trial import Rule, SpotCheck, refuse_kind, remedy, settings_of, try_rule
 from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import StepLog, has_rows
+from rowcast.trainer.adopt.step_log import StepLog, rows_of
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, placeholder, state_door
 
 
@@ -58,20 +58,17 @@ class TrainedTable:
         self._spot = SpotCheck(rule.kind, kept, device)
         if kept.moves:
             say_once(type(optimizer).__name__, decays=bool(group.get("weight_decay")))
-        loaded = {name: state for name, state in self._rows_of_state() if state.shape == table.shape}
+        loaded = {name: state for name, state in rows_of(self._state).items() if state.shape == table.shape}
         table.home.begin_states({**kept.first, **loaded}, Replay(self.log))
         table.read_again()
         self._doors: dict[str, TableState] = {}
-        self._left = dict(self._rows_of_state())  # as the last step left them
+        self._left = rows_of(self._state)  # as the last step left them
 
     @property
     def _state(self) -> dict[str, Any]:
         """What the optimizer keeps of the table."""
         state: dict[str, Any] = self.optimizer.state.get(self.table.parameter, {})
         return state
-
-    def _rows_of_state(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, own) for name, own in self._state.items() if has_rows(own))
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """False: the script has made another one, or has loaded or reset its state."""
@@ -85,7 +82,7 @@ class TrainedTable:
         parameter.__class__ = nn.Parameter
         parameter.data = table.of_step(table.step_rows.weights, self.ids)
         parameter.grad = gradient
-        for name, _ in [*self._rows_of_state()]:
+        for name in rows_of(self._state):
             self._state[name] = table.of_step(table.step_rows.states[name], self.ids)
         settings = settings_of(self.optimizer, group)
         if not gradient.is_sparse:
@@ -94,7 +91,7 @@ class TrainedTable:
 
     def after_step(self) -> None:
         table, parameter = self.table, self.table.parameter
-        states = dict(self._rows_of_state())
+        states = rows_of(self._state)
         lasts = torch.full((len(self.ids),), self.log.steps, device=parameter.device)
         rows = Records(parameter.data, states, lasts)
         fault = self._spot.fault(parameter, self._state)

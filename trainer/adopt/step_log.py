@@ -65,7 +65,7 @@ class StepLog:
 
         `group`: the parameter's group; `state`: optimizer.state of the parameter before the step, {} before its first.
         A number on a device is read from there, which waits for it."""
-        hyper = {name: value for name, value in group.items() if name != "params"}
+        hyper = hyper_of(group)
         own = {name: value for name, value in state.items() if not has_rows(value)}
         leaves, structure = tree_flatten(Step(hyper, own, tuple(name for name in state if name not in own)))
         form = structure, [kind_of(leaf) for leaf in leaves]
@@ -93,6 +93,15 @@ class StepLog:
 
 def has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() >= ROW_DIMS
+
+
+def rows_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an optimizer's state has of each row."""
+    return {name: value for name, value in state.items() if has_rows(value)}
+
+
+def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def is_number(value: Any) -> bool:

@@ -49,7 +49,6 @@ class WholeField:
         self.name = name
         self.array: Tensor | None = None
         self.is_stale = np.zeros(num_rows, np.bool_)  # rows that were written since; pages of zeros take no memory
-        self.is_filled = False
         self.steps = 0  # that the rows have had
         self.version = 0  # of the array, as it was left
         self.checksum: int | None = None  # of the array as it was left, while others may change it unseen
