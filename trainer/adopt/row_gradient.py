@@ -38,10 +38,13 @@ def attribute_of(func: Callable[..., Any]) -> str:
     return str(func.__self__.__name__) if is_access else ""  # type: ignore[attr-defined]
 
 
-# operations on single values that ATen does not mark as such; with "_" behind it, each changes its first argument
-ALSO_BY_VALUE = words(
-    """abs rsub eq ne lt le gt ge masked_fill fill copy _to_copy zeros_like ones_like full_like empty_like threshold
-    floor_divide true_divide where"""
+# operations on single values with the same bits at any place of an array, by their names in ATen; with "_" behind it,
+# each changes its first argument
+BY_VALUE = words(
+    """add sub rsub mul div neg abs pow sqrt rsqrt reciprocal sign sgn exp clamp clamp_min clamp_max maximum minimum
+    fmax fmin nan_to_num lerp addcmul addcdiv where masked_fill isnan isinf eq ne lt le gt ge logical_not logical_and
+    logical_or bitwise_and bitwise_or bitwise_not fill copy clone _to_copy zeros_like ones_like full_like empty_like
+    tanh sigmoid log log1p round floor ceil trunc hardtanh threshold remainder fmod square floor_divide true_divide"""
 )
 FROM_ALL = words("all any max min amax amin")  # the same for a value once as for many
 SUMS = words("sum norm linalg_vector_norm")  # over rows, where all rows are too many
@@ -124,6 +127,8 @@ class RowGradient(Tensor):
                 return taken(target.rows, args[1])
             if name == "__setitem__":
                 return put(target.rows, *args[1:])
+            if name in ("apply_", "map_", "map2_"):
+                raise refused(target.rows, f"{name} calls a function for each value of the table's memory")
             if name == "__repr__":
                 return f"gradient of {target.rows.num_rows:,} rows; {target.rows.ids} have {target.rows.values}"
             if (attribute_of(func) or name) in VIEWS:
@@ -154,7 +159,7 @@ class RowGradient(Tensor):
             return of_each(func, args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise refused(rows, f"{name} draws a number for each of its rows")
-        if torch.Tag.pointwise in func.tags or name.removesuffix("_") in ALSO_BY_VALUE:
+        if name.removesuffix("_") in BY_VALUE:
             return by_value(func, name, rows, args, kwargs)
         if name in FROM_ALL and len(leaves) == 1:
             return func(rows.values if len(rows.ids) == rows.num_rows else torch.cat([rows.values, rows.rest]))
