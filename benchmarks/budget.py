@@ -51,9 +51,9 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.messages import StepReady
+from rowcast.protocol.messages import PlanReady
 from rowcast.protocol.parts import UNDIVIDED, batch_specs
-from rowcast.protocol.plan import ARRAY_ALIGNMENT, StepPlan, plan_block, plan_header
+from rowcast.protocol.plan import ARRAY_ALIGNMENT, StepPlan, step_block, step_header
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.trainer.step.memory import derive
 from rowcast.trainer.step.plan_check import PlanCheck
@@ -154,7 +154,7 @@ def measure(batch_size: int, rounds: int, optimizer: str) -> dict[str, tuple[int
             clocks.watch(tracked_store, "set_bits", "- mark as changed")
             clocks.watch(memory.rows, "write", SCATTER)
         with clocks.timed("plan: move and arrange", 0):
-            plan = planner.plan()
+            [plan] = planner.plan().steps
         planned = batches[plan.step - batches[0].step]
         move(clocks, store, finite, planned, plan, rings)
         look(clocks, check, planned, plan, rings)
@@ -201,7 +201,7 @@ def move(
     clocks: Clocks, store: TrackedStore, finite: FiniteRows, scheduled: ScheduledBatch, plan: StepPlan, rings: Rings
 ) -> None:
     rows = plan.groups[0]
-    arrays = plan_block(scheduled.batch, plan)
+    arrays = step_block(scheduled.batch, plan, 0)
     with clocks.timed("pack the plan's arrays", arrays.nbytes):
         arrays.write(0, rings.arrays[: arrays.nbytes])
     fetched = rings.fetched[: len(rows.fetch_keys)]
@@ -218,13 +218,13 @@ def move(
 
 
 def look(clocks: Clocks, check: PlanCheck, scheduled: ScheduledBatch, plan: StepPlan, rings: Rings) -> None:
-    block = plan_block(scheduled.batch, plan)
-    header = plan_header(scheduled.batch, plan, block)
-    message = StepReady(step=plan.step, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=())
+    block = step_block(scheduled.batch, plan, 0)
+    header = step_header(scheduled.batch, plan, block)
+    message = PlanReady(plan=plan.step, piece=0, num_pieces=1, steps=(header,), payload=None, arrays=None, rows=())
     with clocks.timed("the trainer looks at a plan", block.nbytes):
         check.message(message)
         check.arrays(plan.step, rings.arrays[: block.nbytes])
-        derive(header, rings.arrays[: block.nbytes])
+        derive((header,), rings.arrays[: block.nbytes])
 
 
 def rows_of(batches: Sequence[ScheduledBatch], groups: tuple[GroupSpec, ...]) -> tuple[I64, int]:

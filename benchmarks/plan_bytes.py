@@ -24,7 +24,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol import plan
-from rowcast.protocol.plan import plan_block
+from rowcast.protocol.plan import step_block
 from tests.support.batches import BAGS, OPTIMIZERS, slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
 
@@ -48,7 +48,7 @@ def report(name: str, job: Job, batches: Any, slots: tuple[int, ...]) -> None:
     plans, ended, sizes = hashlib.sha256(), hashlib.sha256(), list[int]()
 
     def noted(*given: Any) -> Any:
-        block = plan_block(*given)
+        block = step_block(*given)
         content = np.zeros(block.nbytes, np.uint8)
         block.write(0, content)
         plans.update(repr([(spec.name, spec.dtype, spec.shape, spec.offset) for spec in block.specs]).encode())
@@ -56,7 +56,7 @@ def report(name: str, job: Job, batches: Any, slots: tuple[int, ...]) -> None:
         sizes.append(block.nbytes)
         return block
 
-    with patch.object(plan, "plan_block", noted):
+    with patch.object(plan, "step_block", noted):
         run = InProcessRun(job, batches, Settings(slots=slots)).run()
     for tensor_name, tensor in sorted(run.state().items()):
         ended.update(tensor_name.encode() + tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())

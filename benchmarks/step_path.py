@@ -1,7 +1,7 @@
 """What does a step run through? The functions it calls, their lines, and how thinly they lie in their files.
 
 Trains examples/demo.toml with both processes. Each records the functions of ours that are called while a few hundred
-steps pass: between a batch's reading and its StepDone, with decoding processes and all threads, without those that
+steps pass: between a batch's reading and its PlanDone, with decoding processes and all threads, without those that
 serve metrics. No checkpoint or evaluation is made. Bodies of compiled loops call nothing that Python can see, so they
 are not counted.
 

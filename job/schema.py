@@ -50,6 +50,7 @@ EVICTION_POLICIES = {
 
 Policy = Annotated[str, Meta(extra={"one_of": EVICTION_POLICIES})]
 Horizon = Annotated[int, Meta(ge=0, le=2**20)] | Literal["auto"]  # batches of ids known ahead
+Bundle = Annotated[int, Meta(ge=1, le=64)] | Literal["auto"]  # steps of a plan
 Threads = Annotated[int, Meta(ge=1, le=2**12)] | Literal["auto"]
 NotNegative = Annotated[float, Meta(ge=0)]
 
@@ -142,7 +143,10 @@ class Cache(Section, frozen=True, kw_only=True):
 
 
 class Lookahead(Section, frozen=True, kw_only=True):
-    depth: Annotated[int, Meta(ge=1, le=64)] = 4  # steps that may have their rows in flight
+    depth: Annotated[int, Meta(ge=1, le=64)] = 4  # plans that may have their rows in flight
+    # the most steps that one plan serves: rows move once for all of them; `"auto"` makes plans of small batches serve
+    # so many steps that they have about 2,048 samples, up to 8 steps
+    bundle: Bundle = "auto"
     # batches of ids known ahead; `"auto"` grows while more ids would change the fetched rows
     horizon: Horizon = "auto"
     id_bytes: Size = "256MiB"  # the most host memory for ids known ahead with `horizon = "auto"`
@@ -350,6 +354,9 @@ CRITEO_KAGGLE_CARDINALITIES = (
 )  # fmt: skip
 
 
+MOST_BUNDLED, BUNDLED_SAMPLES = 8, 2048  # steps of a plan, and samples, with `bundle = "auto"`
+
+
 class Job(Section, frozen=True, kw_only=True):
     """A complete, checked job file. `tables` is always filled, from `[[tables]]` or from `[tables_from]`."""
 
@@ -373,6 +380,15 @@ class Job(Section, frozen=True, kw_only=True):
     @property
     def run_dir(self) -> Path:
         return Path(self.job.run_dir)
+
+    @property
+    def bundle(self) -> int:
+        """The most steps that one plan serves."""
+        if not EVICTION_POLICIES[self.cache.policy].looks_ahead:
+            return 1
+        own, samples = self.lookahead, self.data.batch_size
+        known = MOST_BUNDLED if own.horizon == "auto" else own.horizon_batches
+        return min(MOST_BUNDLED, -(-BUNDLED_SAMPLES // samples), known) if own.bundle == "auto" else own.bundle
 
     @property
     def table_folder(self) -> Path:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
-from rowcast.protocol.messages import Flush, RowsBack, ShareHeader, StepReady
+from rowcast.protocol.messages import Flush, PlanReady, RowsBack, ShareHeader
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 
 Side = Literal["producer", "consumer"]
@@ -46,8 +46,8 @@ class GroupCounters:
     vector_bytes_sent: int = 0  # the part of `bytes_sent` that is pooled vectors and their gradients
     vector_bytes_received: int = 0
 
-    def step(self, *, num_lookups: int, num_unique: int, num_fetch: int, num_evict: int) -> None:
-        """`num_unique`: if ranks divide the batch, its rows that this rank owns."""
+    def plan(self, *, num_lookups: int, num_unique: int, num_fetch: int, num_evict: int) -> None:
+        """`num_unique`: of each step, summed; if ranks divide the batch, its rows that this rank owns."""
         self.lookups += num_lookups
         self.unique_rows += num_unique
         self.hits += num_unique - num_fetch
@@ -161,7 +161,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
         """Notes that a step is complete on the device."""
         self.last_progress_timestamp_seconds = time.time()
 
-    def step_ready(self, message: StepReady) -> None:
+    def plan_ready(self, message: PlanReady) -> None:
         """Counts a piece of a plan, sent (prefetcher) or received (trainer)."""
         if message.arrays is not None:
             self.plan_bytes_to_device += message.arrays.nbytes

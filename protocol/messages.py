@@ -16,8 +16,8 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
-PROTOCOL_VERSION = 17
-STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its step or barrier,
+PROTOCOL_VERSION = 18
+STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its plan or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
 MAX_DIMENSIONS = 8  # dimensions of an array
@@ -98,23 +98,20 @@ class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     # for each feature that is not pooled, the last of its `sequence_offsets`
     sequence_lookups: tuple[Number, ...] = ()
 
-    def check(self, step: int, num_rows: int) -> None:
-        """`num_rows`: distinct rows of the batch that this rank owns."""
+    def check(self, plan: int) -> None:
         own, lookups, after = sum(self.sequence_lookups), self.num_lookups, self.fill_after
         if self.num_unique > lookups:
             raise ValueError(f"{lookups} look-ups cannot touch {self.num_unique} rows")
         if own > lookups:
             raise ValueError(f"{own} look-ups of sequences are among {lookups}")
-        if self.num_fetch > num_rows:
-            raise ValueError(f"{self.num_fetch} rows are fetched for a batch of {num_rows}")
         if self.num_evict > self.num_fetch:
             raise ValueError(f"{self.num_evict} victims make room for {self.num_fetch} rows")
         if self.num_dirty > self.num_evict:
             raise ValueError(f"{self.num_dirty} of {self.num_evict} victims are dirty")
         if self.num_evict != 0 and after is None:
-            raise ValueError("victims are evicted without a step to fill after")
-        if after is not None and after >= step:
-            raise ValueError(f"step {step} is filled after step {after}")
+            raise ValueError("victims are evicted without a plan to fill after")
+        if after is not None and after >= plan:
+            raise ValueError(f"plan {plan} is filled after plan {after}")
 
 
 class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,33 +126,52 @@ class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Facts about a batch that ranks divide; `PlanHeader.batch_size` counts the samples of this rank's parts."""
+    """Facts about a batch that ranks divide; `StepHeader.batch_size` counts the samples of this rank's parts."""
 
     batch_size: Number  # samples of the batch over all ranks
     groups: tuple[ShareHeader, ...]
 
 
-class PlanHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `StepPlan` without its arrays."""
 
+    step: Number
     kind: Literal["train", "eval"]
     train_step: Number
     epoch: Number
     batch_size: Number
     groups: tuple[GroupHeader, ...]
     arrays: tuple[ArraySpec, ...]
-    arrays_bytes: Number  # length of the whole block
+    arrays_bytes: Number  # of the plan's block, up to the end of this step's arrays
     share: BatchShare | None = None  # None: the batch is not divided
 
-    def check(self, step: int) -> None:
+    def check(self) -> None:
         shares = () if self.share is None else self.share.groups
         require(
             self.share is None or len(shares) == len(self.groups),
             f"{len(shares)} of {len(self.groups)} groups are shared by ranks",
         )
-        for group, share in itertools.zip_longest(self.groups, shares):
-            group.check(step, group.num_unique if share is None else share.num_own)
         check_specs(self.arrays, self.arrays_bytes)
+
+    def num_rows(self, group: int) -> int:
+        """Returns the batch's distinct rows of a group that this rank owns."""
+        return self.groups[group].num_unique if self.share is None else self.share.groups[group].num_own
+
+
+def check_steps(plan: int, steps: Sequence[StepHeader]) -> None:
+    """Checks the steps of a plan: they follow each other, and the first has the plan's move."""
+    first, *others = steps
+    first.check()
+    for before, step in itertools.pairwise(steps):
+        step.check()
+        here, there = (step.step, step.kind, len(step.groups)), (before.step + 1, first.kind, len(first.groups))
+        require(here == there, f"plan {plan} has {here} (step, kind, groups) instead of {there}")
+    for group in first.groups:
+        group.check(plan)
+    for step in others:
+        for group in step.groups:
+            require(not group.num_fetch, f"step {step.step} of plan {plan} fetches {group.num_fetch} rows of its own")
+            group.check(plan)
 
 
 class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -194,13 +210,13 @@ def check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple
         raise ValueError(f"arrays and rows end at {end}, beyond their payload of {payload.nbytes} bytes")
 
 
-class StepReady(Message, frozen=True, kw_only=True):
-    """One piece of a plan. The first carries the header; array spans come before row spans."""
+class PlanReady(Message, frozen=True, kw_only=True):
+    """One piece of a plan. The first carries the headers; array spans come before row spans."""
 
-    step: Number
+    plan: Number
     piece: Number
     num_pieces: Number
-    plan: PlanHeader | None  # only in piece 0
+    steps: tuple[StepHeader, ...]  # only in piece 0; the first has the numbers of the plan's move
     payload: RingRef | None  # None if the piece has neither arrays nor rows
     arrays: ArraySpan | None
     rows: tuple[RowSpan, ...]
@@ -208,24 +224,24 @@ class StepReady(Message, frozen=True, kw_only=True):
 
     def check(self) -> None:
         check_piece(self.piece, self.num_pieces)
-        require(self.step < STEP_LIMIT, f"step {self.step} is beyond 2^40")
+        require(self.plan < STEP_LIMIT, f"plan {self.plan} is beyond 2^40")
         require(
             self.payload is not None or self.num_pieces == 1,
             f"piece {self.piece} of {self.num_pieces} brings nothing",
         )
         require(
-            (self.plan is not None) == (self.piece == 0),
-            f"piece {self.piece} must carry a plan if, and only if, it is piece 0",
+            bool(self.steps) == (self.piece == 0),
+            f"piece {self.piece} must carry steps if, and only if, it is piece 0",
         )
-        if self.plan is not None:
-            self.plan.check(self.step)
+        if self.steps:
+            check_steps(self.plan, self.steps)
         check_payload(self.payload, self.arrays, self.rows)
 
 
 class RowsBack(Message, frozen=True, kw_only=True):
     """Dirty rows on their way home, in the order of the plan's dirty victims or of the barrier's dirty rows."""
 
-    step: Number | None  # the plan that evicts them; at a barrier the step that it follows, None before the first
+    plan: Number | None  # that evicts them; at a barrier the plan that it follows, None before the first
     barrier: Number | None  # the barrier's number, or None for victims
     piece: Number
     last: bool
@@ -237,15 +253,15 @@ class RowsBack(Message, frozen=True, kw_only=True):
         return "RowsBack" if self.barrier is None else f"RowsBack (barrier{', last' if self.last else ''})"
 
     def check(self) -> None:
-        require(self.step is not None or self.barrier is not None, "rows come home for neither a step nor a barrier")
+        require(self.plan is not None or self.barrier is not None, "rows come home for neither a plan nor a barrier")
         require(self.piece < PIECE_LIMIT, f"piece {self.piece} of rows is beyond 2^20")
         check_payload(self.payload, None, self.rows)
 
 
-class StepDone(Message, frozen=True, kw_only=True):
-    """The step is complete on the device, and every RowsBack of its plan was sent before."""
+class PlanDone(Message, frozen=True, kw_only=True):
+    """All steps of the plan are complete on the device, and every RowsBack of it was sent before."""
 
-    step: Number
+    plan: Number
     rank: Number
 
 
@@ -320,7 +336,7 @@ class Flush(Message, frozen=True, kw_only=True):
     """A barrier. Its slots travel in the ring like a plan's arrays, one "<group>.slots" array per group."""
 
     barrier: Number
-    after_step: Number | None
+    after_plan: Number | None
     num_dirty: tuple[Number, ...]  # dirty rows of each group
     piece: Number
     num_pieces: Number
@@ -482,7 +498,7 @@ def check_rows(rows: bytes) -> None:
 class EndOfData(Message, frozen=True, kw_only=True):
     """No plan follows. Sent after the last barrier is done. Counts cover the prefetcher's process."""
 
-    last_step: Number | None
+    last_plan: Number | None
     finished: bool  # True if the data has ended, False if a stop was requested
     host_bytes: Number  # peak resident bytes of the prefetcher
     waits: tuple[Wait, ...]
@@ -523,9 +539,9 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    StepReady
+    PlanReady
     | RowsBack
-    | StepDone
+    | PlanDone
     | Released
     | Hello
     | Welcome

@@ -1,7 +1,7 @@
-"""Checks that a conversation is contiguous: pieces, bytes of a block, rows of a group, steps, barriers.
+"""Checks that a conversation is contiguous: pieces, bytes of a block, rows of a group, plans, steps, barriers.
 
 One `Order` follows both directions from one end's view. Raising ProtocolError, with both numbers, leaves its state
-unchanged. It holds at most `depth` + 1 open steps and the newest barrier.
+unchanged. It holds at most `depth` + 1 open plans and the newest barrier.
 """
 
 from collections import deque
@@ -14,14 +14,14 @@ from rowcast.protocol.messages import (
     DensePiece,
     EndOfData,
     Flush,
-    PlanHeader,
+    PlanDone,
+    PlanReady,
     Replica,
     Restore,
     RowsBack,
     RowSpan,
     Saved,
-    StepDone,
-    StepReady,
+    StepHeader,
     Welcome,
 )
 from rowcast.runtime.errors import ProtocolError
@@ -118,8 +118,8 @@ class ComingHome:
 
 
 @dataclass(slots=True)
-class OpenStep:
-    step: int
+class OpenPlan:
+    plan: int
     pieces: Pieces
     victims: ComingHome
 
@@ -147,7 +147,7 @@ class ModelStateOrder:
 @dataclass(slots=True)
 class OpenBarrier:
     barrier: int
-    after_step: int | None
+    after_plan: int | None
     pieces: Pieces
     rows: ComingHome
     model_state: ModelStateOrder | None = None  # None before its first piece
@@ -155,14 +155,15 @@ class OpenBarrier:
 
 @dataclass(slots=True)
 class Order:
-    """The steps and barriers since the Welcome; the first of each may have any number."""
+    """The plans, steps and barriers since the Welcome; the first of each may have any number."""
 
     depth: int = 1
     restore_bytes: int = 0  # announced by the Welcome
     restored: ModelStateOrder | None = None
+    next_plan: int | None = None
     next_step: int | None = None
     next_barrier: int | None = None
-    open_steps: deque[OpenStep] = field(default_factory=deque)  # announced and not yet done, in order
+    open_plans: deque[OpenPlan] = field(default_factory=deque)  # announced and not yet done, in order
     open_barrier: OpenBarrier | None = None  # the newest, even after it is done
 
     def follow(self, message: AnyMessage) -> None:
@@ -172,14 +173,14 @@ class Order:
                 self.depth, self.restore_bytes = message.depth, message.restore_bytes
             case Restore():
                 self._restore(message)
-            case StepReady():
-                self._step_ready(message)
+            case PlanReady():
+                self._plan_ready(message)
             case RowsBack(barrier=None):
                 self._rows_back(message)
             case RowsBack():
                 self._barrier_rows(message)
-            case StepDone():
-                self._step_done(message)
+            case PlanDone():
+                self._plan_done(message)
             case Flush():
                 self._flush(message)
             case Replica():
@@ -191,35 +192,36 @@ class Order:
             case _:
                 pass
 
-    def _step_ready(self, message: StepReady) -> None:
-        newest = self.open_steps[-1] if self.open_steps else None
-        if message.plan is not None:
-            opened = self._opened_step(message, message.plan)
+    def _plan_ready(self, message: PlanReady) -> None:
+        newest = self.open_plans[-1] if self.open_plans else None
+        if message.steps:
+            opened = self._opened_plan(message, message.steps)
             opened.pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
-            self.open_steps.append(opened)
-            self.next_step = message.step + 1
-        elif newest is None or message.step != newest.step:
+            self.open_plans.append(opened)
+            self.next_plan, self.next_step = message.plan + 1, message.steps[-1].step + 1
+        elif newest is None or message.plan != newest.plan:
             raise ProtocolError(
-                f"a piece of step {message.step} came while step {newest and newest.step} is the newest"
+                f"a piece of plan {message.plan} came while plan {newest and newest.plan} is the newest"
             )
         else:
             newest.pieces.advance(message.piece, message.num_pieces, message.arrays, message.rows)
 
-    def _opened_step(self, message: StepReady, plan: PlanHeader) -> OpenStep:
-        self._check_all_sent(f"step {message.step}")
-        require(self.next_step in (None, message.step), f"step {message.step} came instead of step {self.next_step}")
-        if self.open_steps:
-            oldest = self.open_steps[0].step
+    def _opened_plan(self, message: PlanReady, steps: Sequence[StepHeader]) -> OpenPlan:
+        plan, first, last = message.plan, steps[0], steps[-1]
+        self._check_all_sent(f"plan {plan}")
+        require(self.next_plan in (None, plan), f"plan {plan} came instead of plan {self.next_plan}")
+        require(self.next_step in (None, first.step), f"step {first.step} came instead of step {self.next_step}")
+        if self.open_plans:
+            oldest = self.open_plans[0].plan
             require(
-                message.step - oldest <= self.depth,
-                f"step {message.step} came before step {oldest} was done, at depth {self.depth}",
+                plan - oldest <= self.depth, f"plan {plan} came before plan {oldest} was done, at depth {self.depth}"
             )
-        victims = ComingHome([group.num_dirty for group in plan.groups], answered_when_empty=False)
-        pieces = Pieces(message.num_pieces, plan.arrays_bytes, [group.num_fetch for group in plan.groups])
-        return OpenStep(message.step, pieces, victims)
+        victims = ComingHome([group.num_dirty for group in first.groups], answered_when_empty=False)
+        pieces = Pieces(message.num_pieces, last.arrays_bytes, [group.num_fetch for group in first.groups])
+        return OpenPlan(plan, pieces, victims)
 
     def _restore(self, message: Restore) -> None:
-        first = self.next_step is None and self.next_barrier is None
+        first = self.next_plan is None and self.next_barrier is None
         require(first, "a model state to start from came after the first step or barrier")
         require(
             message.nbytes == self.restore_bytes,
@@ -235,26 +237,26 @@ class Order:
 
     def _check_all_sent(self, name: str) -> None:
         self._check_restored(name)
-        if self.open_steps:
-            newest = self.open_steps[-1]
-            require(newest.pieces.complete, f"{name} came before the last piece of step {newest.step}")
+        if self.open_plans:
+            newest = self.open_plans[-1]
+            require(newest.pieces.complete, f"{name} came before the last piece of plan {newest.plan}")
 
     def _rows_back(self, message: RowsBack) -> None:
-        expected = next((step for step in self.open_steps if not step.victims.complete), None)
+        expected = next((plan for plan in self.open_plans if not plan.victims.complete), None)
         if expected is None:
-            raise ProtocolError(f"rows of step {message.step} came home while no step has dirty victims")
+            raise ProtocolError(f"rows of plan {message.plan} came home while no plan has dirty victims")
         require(
-            message.step == expected.step, f"rows of step {message.step} came home before those of step {expected.step}"
+            message.plan == expected.plan, f"rows of plan {message.plan} came home before those of plan {expected.plan}"
         )
         expected.victims.advance(message)
 
-    def _step_done(self, message: StepDone) -> None:
-        oldest = self.open_steps[0] if self.open_steps else None
-        if oldest is None or message.step != oldest.step:
-            raise ProtocolError(f"step {message.step} is reported done while step {oldest and oldest.step} is next")
-        require(oldest.pieces.complete, f"step {message.step} is reported done before its last piece came")
-        require(oldest.victims.complete, f"step {message.step} is reported done before its victims came home")
-        self.open_steps.popleft()
+    def _plan_done(self, message: PlanDone) -> None:
+        oldest = self.open_plans[0] if self.open_plans else None
+        if oldest is None or message.plan != oldest.plan:
+            raise ProtocolError(f"plan {message.plan} is reported done while plan {oldest and oldest.plan} is next")
+        require(oldest.pieces.complete, f"plan {message.plan} is reported done before its last piece came")
+        require(oldest.victims.complete, f"plan {message.plan} is reported done before its victims came home")
+        self.open_plans.popleft()
 
     def _flush(self, message: Flush) -> None:
         newest = self.open_barrier if message.piece else self._opened_barrier(message)
@@ -271,28 +273,28 @@ class Order:
             self.next_barrier in (None, message.barrier),
             f"barrier {message.barrier} came instead of {self.next_barrier}",
         )
-        self._check_last_step(message.after_step, f"barrier {message.barrier}")
+        self._check_last_plan(message.after_plan, f"barrier {message.barrier}")
         pieces = Pieces(message.num_pieces, message.arrays_bytes, ())
         rows = ComingHome(message.num_dirty, answered_when_empty=True)
-        return OpenBarrier(message.barrier, message.after_step, pieces, rows)
+        return OpenBarrier(message.barrier, message.after_plan, pieces, rows)
 
-    def _check_last_step(self, step: int | None, name: str) -> None:
-        """Checks nothing before the first step of this conversation: only the prefetcher knows the step before it."""
-        if self.next_step is not None:
-            require(step == self.next_step - 1, f"{name} follows step {step} instead of step {self.next_step - 1}")
+    def _check_last_plan(self, plan: int | None, name: str) -> None:
+        """Checks nothing before the first plan of this conversation: only the prefetcher knows the one before it."""
+        if self.next_plan is not None:
+            require(plan == self.next_plan - 1, f"{name} follows plan {plan} instead of plan {self.next_plan - 1}")
 
     def _barrier_rows(self, message: RowsBack) -> None:
         newest = self.open_barrier
-        expected = (None, None) if newest is None else (newest.barrier, newest.after_step)
+        expected = (None, None) if newest is None else (newest.barrier, newest.after_plan)
         require(
-            (message.barrier, message.step) == expected,
-            f"rows of barrier {message.barrier} after step {message.step} came home, not those of {expected[0]} after "
+            (message.barrier, message.plan) == expected,
+            f"rows of barrier {message.barrier} after plan {message.plan} came home, not those of {expected[0]} after "
             f"{expected[1]}",
         )
         assert newest is not None, "checked above: a message has a barrier"
         if message.last:
             require(newest.pieces.complete, f"barrier {newest.barrier} ended before its slots had come")
-            require(not self.open_steps, f"barrier {newest.barrier} ended before every step was done")
+            require(not self.open_plans, f"barrier {newest.barrier} ended before every plan was done")
         newest.rows.advance(message)
 
     def _saving(self, barrier: int) -> OpenBarrier:
@@ -319,5 +321,5 @@ class Order:
 
     def _end(self, message: EndOfData) -> None:
         self._check_all_sent("the end of data")
-        require(not self.open_steps, "the end of data came before every step was done")
-        self._check_last_step(message.last_step, "the end of data")
+        require(not self.open_plans, "the end of data came before every plan was done")
+        self._check_last_plan(message.last_plan, "the end of data")

@@ -1,7 +1,8 @@
-"""The plan of a step, which the prefetcher makes and the trainer executes: one block of bytes, cut into pieces that fit
-half a ring.
+"""A plan: one move of rows, and the steps that it serves. The prefetcher makes it and the trainer executes it.
 
-    block     | dense | labels | 0.slots | 0.unique_slots | ... |     each array starts at a multiple of 64 bytes
+It is one block of bytes, cut into pieces that fit half a ring.
+
+    block     | dense | labels | 0.slots | 0.unique_slots | ... |     of each step; each array starts at 64 n bytes
     piece 0   | block ........................ | rows of group 0 | rows of group 1 |
     piece 1   |                                | more rows ...   |                    only if piece 0 was full
 
@@ -18,7 +19,7 @@ import numpy.typing as npt
 
 from rowcast.job.tables import aligned
 from rowcast.protocol.batch import Kind, Samples
-from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, PlanHeader, RowSpan, ShareHeader
+from rowcast.protocol.messages import ArraySpan, ArraySpec, BatchShare, GroupHeader, RowSpan, ShareHeader, StepHeader
 from rowcast.protocol.parts import PREFIX
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, ExchangeArrays, GroupArrays
 from rowcast.runtime.arrays import I32, I64, Bytes
@@ -27,7 +28,7 @@ Array = npt.NDArray[Any]
 ARRAY_ALIGNMENT = 64
 BARRIER_STAMP = 1 << 62
 DENSE_STAMP = 1 << 61
-CHECKSUM_EVERY = 64  # in shared memory, one step in 64 has checksums on its pieces; guards are always checked
+CHECKSUM_EVERY = 64  # in shared memory, one plan in 64 has checksums on its pieces; guards are always checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,16 +51,18 @@ class GroupShare(ExchangeArrays[npt.NDArray[Any]]):
 
 @dataclass(kw_only=True, slots=True)
 class GroupPlan(GroupArrays[npt.NDArray[Any]]):
-    """One group's plan in a step: arrays for the trainer, and keys, which stay in the prefetcher."""
+    """One group's part of a step: arrays for the trainer, and keys, which stay in the prefetcher.
+
+    What moves, from `fetch_slots` on, is the whole plan's; the plan's later steps have none of it."""
 
     fetch_keys: I64  # [fetch] ascending: the rows to bring into fetch_slots
     # [evict] victims, dirty ones first, both kinds ascending; victim i leaves fetch_slots[i]
     evict_keys: I64
     num_dirty: int  # the first victims, which are written back; the others are dropped without a copy
-    fill_after: int | None  # the last step that reads or writes any victim; None without victims
+    fill_after: int | None  # the last plan that reads or writes any victim; None without victims
     # for the memory tier; empty if the store has none
-    load_keys: I64  # [load] ascending: rows that enter the tier for this step
-    spill_keys: I64  # [spill] rows that leave the tier once this step's rows are home
+    load_keys: I64  # [load] ascending: rows that enter the tier for this plan
+    spill_keys: I64  # [spill] rows that leave the tier once this plan's rows are home
     share: GroupShare | None = None  # None: the batch is not divided
 
     @property
@@ -79,24 +82,37 @@ class StepPlan:
     train_step: int  # training batches before this step
     epoch: int
     batch_size: int  # samples of the batch over all ranks
-    after_step: int | None  # this plan's rows may be read once the RowsBack of this step are in the store
     groups: tuple[GroupPlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedSteps:
+    """A plan before it is packed."""
+
+    plan: int  # its number: the first of an attempt has that of its first step
+    after_plan: int | None  # this plan's rows may be read once the RowsBack of that one are in the store
+    steps: tuple[StepPlan, ...]
+
+    @property
+    def move(self) -> tuple[GroupPlan, ...]:
+        """The groups whose fields say what moves."""
+        return self.steps[0].groups
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BarrierPlan:
-    """An entry of the plan stream after a step: every dirty row is written back and stays resident, clean."""
+    """An entry of the plan stream after a plan: every dirty row is written back and stays resident, clean."""
 
     barrier: int  # 0, 1, ... over the run
-    after_step: int | None  # the last step before it; None before the first
+    after_plan: int | None  # the last plan before it; None before the first
     dirty: tuple[RowMove, ...]  # one per group, by ascending key
     reason: str
     finished: bool  # True if the data has ended, False if a stop was requested
 
 
-def plan_stamp(step: int, piece: int) -> int:
+def plan_stamp(plan: int, piece: int) -> int:
     """Returns the number at both ends of a piece in the ring, which tells the reader stale bytes from new ones."""
-    return step << 20 | piece
+    return plan << 20 | piece
 
 
 def barrier_stamp(barrier: int, piece: int) -> int:
@@ -114,7 +130,7 @@ def dense_stamp(piece: int) -> int:
 
 
 def is_sampled(stamp: int) -> bool:
-    """Returns whether the piece with this stamp has a checksum: a function of the step, so the same in every run."""
+    """Returns whether the piece with this stamp has a checksum: a function of the plan, so the same in every run."""
     return (stamp >> 20) % CHECKSUM_EVERY == 0
 
 
@@ -135,8 +151,9 @@ class ArrayBlock:
                 out[first - offset : last - offset] = source[first - spec.offset : last - spec.offset]
 
 
-def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
-    specs, end = [], 0
+def make_block(arrays: Mapping[str, Array], start: int = 0) -> ArrayBlock:
+    """`start`: bytes of the block before these arrays; `nbytes` includes them."""
+    specs, end = [], start
     for name, array in arrays.items():
         specs.append(ArraySpec(name=name, dtype=array.dtype.str[1:], shape=array.shape, offset=end))  # type: ignore[arg-type]
         end = aligned(end + array.nbytes, ARRAY_ALIGNMENT)
@@ -145,19 +162,21 @@ def make_block(arrays: Mapping[str, Array]) -> ArrayBlock:
     )
 
 
-def plan_block(batch: Samples, plan: StepPlan) -> ArrayBlock:
-    """Packs a plan without its rows: the arrays to look up, train and evict, and the slots to check."""
+def step_block(batch: Samples, plan: StepPlan, start: int) -> ArrayBlock:
+    """Packs a step: the arrays to look up and train, the slots to check, and those of the plan's move. `start`: as in
+    `make_block`."""
     arrays: dict[str, Array] = {"dense": batch.dense, "labels": batch.labels}
     arrays |= {f"{PREFIX}{name}": array for name, array in batch.inputs.items()}
     for index, group in enumerate(plan.groups):
         own = {name: getattr(group, name) for name in GROUP_ARRAYS}
         own |= {} if group.share is None else {name: getattr(group.share, name) for name in EXCHANGE_ARRAYS}
         arrays |= {f"{index}.{name}": array for name, array in own.items() if array is not None}
-    return make_block(arrays)
+    return make_block(arrays, start)
 
 
-def plan_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> PlanHeader:
-    return PlanHeader(
+def step_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> StepHeader:
+    return StepHeader(
+        step=plan.step,
         kind=plan.kind,
         train_step=plan.train_step,
         epoch=plan.epoch,
@@ -202,26 +221,44 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A step's plan as it travels, and the keys that stay home. One for each group: fetched rows and dirty victims."""
+    """A plan as it travels, and the keys that stay home. One for each group: fetched rows and dirty victims."""
 
-    step: int
-    after_step: int | None  # as in StepPlan
-    header: PlanHeader
-    block: ArrayBlock
+    plan: int
+    after_plan: int | None  # as in PlannedSteps
+    steps: tuple[StepHeader, ...]
+    blocks: tuple[ArrayBlock, ...]  # of each step, one after another
     fetch_keys: tuple[I64, ...]
     victims: tuple[I64, ...]
 
+    @property
+    def first_step(self) -> int:
+        return self.steps[0].step
 
-def pack(samples: Samples, plan: StepPlan) -> Plan:
-    """`samples`: of this rank's parts."""
-    block = plan_block(samples, plan)
+    @property
+    def arrays_bytes(self) -> int:
+        return self.blocks[-1].nbytes
+
+    def write(self, offset: int, out: Bytes) -> None:
+        """Copies bytes [offset, offset + len(out)) of the plan's block, except gaps between arrays."""
+        for block in self.blocks:
+            block.write(offset, out)
+
+
+def pack(samples: Sequence[Samples], plan: PlannedSteps) -> Plan:
+    """`samples`: of each step's batch, of this rank's parts."""
+    headers, blocks, end = list[StepHeader](), list[ArrayBlock](), 0
+    for own, step in zip(samples, plan.steps, strict=True):
+        block = step_block(own, step, end)
+        headers.append(step_header(own, step, block))
+        blocks.append(block)
+        end = block.nbytes
     return Plan(
-        step=plan.step,
-        after_step=plan.after_step,
-        header=plan_header(samples, plan, block),
-        block=block,
-        fetch_keys=tuple(group.fetch_keys for group in plan.groups),
-        victims=tuple(group.evict_keys[: group.num_dirty] for group in plan.groups),
+        plan=plan.plan,
+        after_plan=plan.after_plan,
+        steps=tuple(headers),
+        blocks=tuple(blocks),
+        fetch_keys=tuple(group.fetch_keys for group in plan.move),
+        victims=tuple(group.evict_keys[: group.num_dirty] for group in plan.move),
     )
 
 

@@ -37,7 +37,7 @@ class State(StrEnum):
 
 
 S = State
-WORK = ("RowsBack", "StepDone", "Released")  # the trainer's reports on steps
+WORK = ("RowsBack", "PlanDone", "Released")  # the trainer's reports on plans
 OF_SCRIPTS = ("Ids", "Ask", "Returned")  # a training script's look-ups and rows
 
 # state, sender, what it may send (`Message.kind`), the state that follows
@@ -50,7 +50,7 @@ ROWS: tuple[tuple[State, Role, tuple[str, ...], State], ...] = (
     (S.WAITING_WELCOME, PREFETCHER, ("Welcome",), S.RUNNING),
     (S.WAITING_WELCOME, PREFETCHER, ("Heartbeat",), S.WAITING_WELCOME),
     (S.WAITING_WELCOME, PREFETCHER, ("Bye",), S.CLOSED),
-    (S.RUNNING, PREFETCHER, ("Restore", "StepReady", "Answer", "Released", "Heartbeat", "StopRequest"), S.RUNNING),
+    (S.RUNNING, PREFETCHER, ("Restore", "PlanReady", "Answer", "Released", "Heartbeat", "StopRequest"), S.RUNNING),
     (S.RUNNING, PREFETCHER, ("Flush",), S.BARRIER),
     (S.RUNNING, PREFETCHER, ("Flush (checkpoint)",), S.CHECKPOINT),
     (S.RUNNING, PREFETCHER, ("EndOfData",), S.ENDED),

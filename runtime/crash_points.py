@@ -17,8 +17,8 @@ VARIABLE = "ROWCAST_CRASH"
 CRASH_POINTS = (
     # prefetcher: a step
     "plan made",  # only the planner knows it
-    "StepReady not sent",  # its rows are in the ring
-    "StepReady sent",
+    "PlanReady not sent",  # its rows are in the ring
+    "PlanReady sent",
     "rows not written",  # they are in the ring
     "rows written",  # to the store
     # prefetcher: a barrier and its checkpoint
@@ -64,7 +64,7 @@ CRASH_POINTS = (
     "step not begun",
     "step computed",  # the prefetcher does not know it
     "RowsBack not sent",  # its rows are in the ring
-    "RowsBack sent",  # before its StepDone
+    "RowsBack sent",  # before its PlanDone
     "loss not written",
     "loss written",
     # trainer: a barrier and the end

@@ -17,9 +17,9 @@ from rowcast.protocol.plan import (
     barrier_stamp,
     cut,
     make_block,
-    plan_block,
-    plan_header,
     plan_stamp,
+    step_block,
+    step_header,
 )
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings
@@ -159,9 +159,9 @@ def test_a_plans_block_holds_its_arrays_and_its_header_their_counts(bags: Any) -
         "no clean victim"
     )
     for scheduled, plan in zip(batches, run.plans, strict=True):
-        block = plan_block(scheduled.batch, plan)
+        block = step_block(scheduled.batch, plan, 0)
         by_name = {spec.name: array for spec, array in zip(block.specs, block.arrays, strict=True)}
-        header = plan_header(scheduled.batch, plan, block)
+        header = step_header(scheduled.batch, plan, block)
         assert header.arrays_bytes == block.nbytes
         assert by_name["dense"].tobytes() == scheduled.batch.dense.tobytes()
         assert by_name["labels"].tobytes() == scheduled.batch.labels.tobytes()

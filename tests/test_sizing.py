@@ -31,7 +31,7 @@ from rowcast.prefetcher.run.sizing import (
 from rowcast.prefetcher.stores.tier_budget import SLOT_BYTES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
-from rowcast.protocol.plan import plan_block
+from rowcast.protocol.plan import step_block
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ConfigError
@@ -64,7 +64,7 @@ def test_an_examples_staging_is_smaller_than_its_cache_and_holds_what_a_plan_mov
         for each in plans
     ]
     assert np.median(moved) < own.staging_bytes
-    arrays = max(plan_block(each.batch, each.plan).nbytes for each in plans)
+    arrays = max(step_block(each.batch, each.plan, 0).nbytes for each in plans)
     assert (job.lookahead.depth + 1) * (np.median(moved) + arrays) < own.ring_bytes < 16 * 2**20
 
 
@@ -73,7 +73,7 @@ def test_the_arrays_of_a_plan_are_expected_to_take_what_they_take() -> None:
         job = small_job("adagrad", bags)
         batches = small_batches(job, bags)
         plans = recorded_plans(job, batches, tuple(group.num_rows for group in group_specs(job)))
-        largest = max(plan_block(each.batch, each.plan).nbytes for each in plans)
+        largest = max(step_block(each.batch, each.plan, 0).nbytes for each in plans)
         assert 0.5 * largest < typical_plan(group_specs(job), batches).arrays < 2 * largest, bags
 
 
@@ -88,7 +88,7 @@ def test_a_rank_expects_the_arrays_of_its_own_parts_and_of_the_exchange(points: 
         planner.add(scheduled)
     planner.end()
     while planner.ready():
-        plan = planner.plan()
+        [plan] = planner.plan().steps
         shares = [(share, EXCHANGE_ARRAYS) for group in plan.groups if (share := group.share) is not None]
         arrays = [(group, GROUP_ARRAYS) for group in plan.groups]
         found = [getattr(each, name) for each, names in [*arrays, *shares] for name in names]

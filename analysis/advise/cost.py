@@ -32,7 +32,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, samples_of
-from rowcast.protocol.plan import plan_block
+from rowcast.protocol.plan import step_block
 from rowcast.runtime.arrays import F64, I64
 
 PROBE_BYTES = 128 * 2**20
@@ -141,13 +141,13 @@ def plan_first(
             planner.end()
         if not planner.ready():
             return of_batches, nbytes
-        plan = planner.plan()
+        [plan] = planner.plan().steps
         of_batches.append(time.perf_counter() - began_s)
         scheduled = observed.measured[len(nbytes)]
         dense = scheduled.batch.samples
         samples = samples_of(scheduled.batch.size, observed.rank)
         own = dense.within(arrays_of_samples(scheduled.batch, samples, belonging))
-        nbytes.append(plan_block(own, plan).nbytes)
+        nbytes.append(step_block(own, plan, 0).nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

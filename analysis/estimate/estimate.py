@@ -176,6 +176,11 @@ def host_rates(job: Job) -> dict[str, KernelRates]:
 def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], max_steps: int | None = None) -> None:
     """`changes`: such as "step=0.1", the time of a task in terms of the recorded one. Raises ConfigError, DataError."""
     factors = [parse_change(change) for change in changes]
+    if job.bundle > 1:
+        raise ConfigError(
+            f"a plan of this job serves up to {job.bundle} steps, and this walk knows plans of one; record a run with "
+            "--set lookahead.bundle=1, and give that here too"
+        )
     recorded = recorded_run(read_pairs(run_dir)[0])
     plan, wiring = plan_job(job, max_steps)
     if len(plan) != len(recorded.ended):

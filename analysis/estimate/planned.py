@@ -21,6 +21,7 @@ from functools import partial
 from itertools import chain, islice
 
 from rowcast.analysis.estimate.pipeline import KernelCall, Planned, PlannedPiece, Wiring
+from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
@@ -34,7 +35,7 @@ from rowcast.prefetcher.run.start import placed
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of
-from rowcast.protocol.plan import GroupPlan, Piece, StepPlan, cut, plan_block
+from rowcast.protocol.plan import GroupPlan, Piece, StepPlan, cut, step_block
 from rowcast.protocol.pooled import vectors_from, vectors_to
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
@@ -45,7 +46,8 @@ PARAMETER_BYTES = "bytes a parameter"  # a count: these bytes for each weight of
 
 
 def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
-    """The steps and the pipeline. Raises ConfigError, DataError as a run would."""
+    """The steps, each with a plan of its own, and the pipeline. Raises ConfigError, DataError as a run would."""
+    job = with_values(job, {"lookahead": {"bundle": 1}})
     warm_up(is_divided=rank_of(job.ranks, 0).is_divided)  # what is compiled at a first start would count as planning
     decode_s: list[float] = []
     batches = timed(schedule(job, open_reader(job), max_steps), decode_s)
@@ -110,14 +112,15 @@ def planned_steps(
         if planner.checkpoint_due:
             end_with_barrier("checkpoint", finished=False)
         known, began_s = planner.num_known, time.process_time()
-        scheduled, plan = added.popleft(), planner.plan()
+        scheduled, planned = added.popleft(), planner.plan()
+        [plan] = planned.steps
         samples = samples_of(scheduled.batch.size, rank)
         own = scheduled.batch.samples.within(arrays_of_samples(scheduled.batch, samples, arrays))
         plan_s += time.process_time() - began_s
         number = len(found)
-        first = plan.step - number
+        first = planned.plan - number
         fill_after = [group.fill_after for group in plan.groups if group.fill_after is not None]
-        plan_bytes = plan_block(own, plan).nbytes
+        plan_bytes = step_block(own, plan, 0).nbytes
         pieces = cut(
             plan_bytes,
             [len(group.fetch_keys) for group in plan.groups],
@@ -129,7 +132,7 @@ def planned_steps(
             Planned(
                 step=number,
                 known_through=number + known - 1,
-                after_step=None if plan.after_step is None else plan.after_step - first,
+                after_step=None if planned.after_plan is None else planned.after_plan - first,
                 fill_after=max(fill_after) - first if fill_after else None,
                 pieces=tuple(planned_piece(piece, plan, groups) for piece in pieces),
                 barrier=False,
@@ -175,7 +178,7 @@ def step_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, own: Sampl
     """The trainer's. `own`: its samples."""
     trains, parts = plan.kind == "train", job.ranks.num_parts // job.ranks.count
     fetched_bytes = [len(own.fetch_keys) * group.record_bytes for group, own in zip(groups, plan.groups, strict=True)]
-    for nbytes in (plan_block(own, plan).nbytes, sum(fetched_bytes)):
+    for nbytes in (step_block(own, plan, 0).nbytes, sum(fetched_bytes)):
         if nbytes:
             yield KernelCall("copy in", "copy in", {"bytes": float(nbytes)})
     for group, rows in zip(groups, plan.groups, strict=True):

@@ -14,7 +14,7 @@ from rowcast.analysis.scan.steps import Scan, ScannedStep
 from rowcast.analysis.simulate.grid import Setting
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves
-from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, job_planner
+from rowcast.prefetcher.planner.planner import PlanMoves, RowPlanner, Slots, job_planner
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.batch import ScheduledBatch
@@ -67,16 +67,17 @@ def planned_moves(scan: Scan, planner: RowPlanner, tick: Tick, watch: Watch = la
         if isinstance(entry, BarrierPlan):
             moves.flushed[:] += [len(move) for move in entry.dirty]
             continue
-        position, device = entry.step - scan.steps[0].scheduled.step, entry.levels[0]
+        position, device = entry.bundle.first.step - scan.steps[0].scheduled.step, entry.levels[0]
         moves.fetched[position] = [len(group.fetch_keys) for group in device]
         moves.evicted[position] = [len(group.evict_keys) for group in device]
         moves.written_back[position] = [group.num_dirty for group in device]
         entered = [[group.fetch_keys for group in device]]
         for tier in entry.levels[1:]:
             memory = memory or MemoryTier(scan)
-            entered.append(memory.note(position, tier))
+            entered.append(memory.note(position, len(entry.bundle.steps), tier))
         watch(position, entered)
-        tick()
+        for _ in entry.bundle.steps:
+            tick()
     return replace(moves, tier=None if memory is None else memory.moves)
 
 
@@ -89,24 +90,24 @@ class MemoryTier:
         self._steps = scan.steps
         self._trained = [TouchedRows(group, sum(map(len, scan.keys(g)))) for g, group in enumerate(scan.groups)]
 
-    def note(self, position: int, tier: Sequence[GroupMoves]) -> list[I64]:
-        """Applies a step's plan, and then what the step trains. Returns the rows of each group from the cold tier."""
+    def note(self, position: int, num_steps: int, tier: Sequence[GroupMoves]) -> list[I64]:
+        """Applies a plan, and then what its steps train. Returns the rows of each group from the cold tier."""
         keys = [group.fetch_keys for group in tier]
         came = [own[trained.of(own) != ABSENT] for own, trained in zip(keys, self._trained, strict=True)]
         self.moves.entered[position] = list(map(len, keys))
         self.moves.from_cold[position] = list(map(len, came))
         self.moves.left[position] = [len(group.evict_keys) for group in tier]
-        step = self._steps[position]
-        if step.trains:
-            for trained, rows in zip(self._trained, step.rows, strict=True):
-                trained.added(rows.keys)
+        for step in self._steps[position : position + num_steps]:
+            if step.trains:
+                for trained, rows in zip(self._trained, step.rows, strict=True):
+                    trained.added(rows.keys)
         return came
 
 
-def entries(steps: Iterable[ScannedStep], planner: RowPlanner) -> Iterator[StepMoves | BarrierPlan]:
+def entries(steps: Iterable[ScannedStep], planner: RowPlanner) -> Iterator[PlanMoves | BarrierPlan]:
     """Yields all plans and barriers of a new planner for these steps, in order, the last barrier included."""
 
-    def ready() -> Iterator[StepMoves | BarrierPlan]:
+    def ready() -> Iterator[PlanMoves | BarrierPlan]:
         while planner.ready():
             if planner.checkpoint_due:
                 yield planner.barrier("checkpoint", finished=False)

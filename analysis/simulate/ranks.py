@@ -29,7 +29,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, with_placements
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, slots_of
 from rowcast.prefetcher.planner.placement import chosen, counted
-from rowcast.prefetcher.planner.planner import RowPlanner, Slots, StepMoves, groupers_of, job_planner
+from rowcast.prefetcher.planner.planner import RowPlanner, Slots, groupers_of, job_planner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.arrays import I64
@@ -64,7 +64,8 @@ class Setting:
         self._fetched: list[I64] = []  # [N, G] rows of each step
         self._written_back: list[I64] = []
         self._flushed = np.zeros((count, len(groups)), np.int64)  # rows that barriers wrote back
-        self._moves: dict[int, dict[int, StepMoves]] = {}  # by step and rank: steps that not all have planned yet
+        # by step and rank, [G, 2] rows fetched and written back: of steps that not all have planned yet
+        self._moves: dict[int, dict[int, I64]] = {}
         try:
             self._slots = owners_slots(job, groups, keys, measured)
         except ConfigError as error:
@@ -112,13 +113,15 @@ class Setting:
             if planner.checkpoint_due:
                 self._barrier(number, planner, "checkpoint", finished=False)
             moves = planner.move()
-            self._moves.setdefault(moves.step, {})[number] = moves
+            of_plan = np.array([[len(own.fetch_keys), own.num_dirty] for own in moves.levels[0]])
+            for place, scheduled in enumerate(moves.bundle.steps):  # a plan's rows count in its first step
+                self._moves.setdefault(scheduled.step, {})[number] = of_plan * (place == 0)
             # an automatic horizon may let one rank plan ahead of others
             while self._moves and len(by_rank := self._moves[step := min(self._moves)]) == len(self._planners):
                 del self._moves[step]
-                groups = [by_rank[rank].levels[0] for rank in range(len(self._planners))]
-                self._fetched.append(np.array([[len(group.fetch_keys) for group in own] for own in groups]))
-                self._written_back.append(np.array([[group.num_dirty for group in own] for own in groups]))
+                of_ranks = np.stack([by_rank[rank] for rank in range(len(self._planners))])
+                self._fetched.append(of_ranks[..., 0])
+                self._written_back.append(of_ranks[..., 1])
 
     def _barrier(self, number: int, planner: RowPlanner, reason: str, *, finished: bool) -> None:
         self._flushed[number] += [len(move) for move in planner.barrier(reason, finished).dirty]

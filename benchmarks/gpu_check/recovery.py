@@ -17,7 +17,7 @@ from tests.recovery.restarted import Outcome, Recovering, Role, end_well, killed
 from tests.support.processes import Session
 
 REJOIN = {"ring": "1MiB", "connect_timeout": "90s", "rejoin_timeout": "90s"}
-ARMED: dict[Role, str] = {"prefetcher": "StepReady sent:24", "trainer": "loss written:10"}
+ARMED: dict[Role, str] = {"prefetcher": "PlanReady sent:24", "trainer": "loss written:10"}
 CASES: dict[str, tuple[Role, ...]] = {  # who is killed: the first by itself, at a point; then the one that waits
     "nothing is killed": (),
     "the prefetcher is killed": ("prefetcher",),

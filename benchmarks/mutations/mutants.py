@@ -281,7 +281,7 @@ tests/adopt/test_epochs.py::test_a_run_that_the_script_stops_goes_on_right_there
         return barrier if self.early_end is None else barrier.cut(*self.early_end) => return barrier
 tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[adagrad-multi-2]
     rows are read before their victims are home
-        needed = max(needed, plan.after_step) => needed = min(needed, plan.after_step)
+        needed = max(needed, plan.after_plan) => needed = min(needed, plan.after_plan)
     a piece is announced before the store has read it
         self.tickets = [ticket for ticket in self.tickets if not ticket.done()] return not self.tickets
         => [ticket.done() for ticket in self.tickets]

@@ -108,10 +108,10 @@ def plans_of(terms: Terms, group: GroupSpec, ids: npt.NDArray[np.int64]) -> list
         batch = Batch(dense=dense, labels=labels, ids=of_step)
         planner.add(ScheduledBatch.at(step=step, kind="train", train_step=step, epoch=0, batch=batch))
         if planner.ready():
-            plans.append(planner.plan().groups[0])
+            plans.append(planner.plan().move[0])
     planner.end()
     while planner.ready():
-        plans.append(planner.plan().groups[0])
+        plans.append(planner.plan().move[0])
     return plans
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from benchmarks.training.replay import RecordedPlan, Recording
+from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
@@ -47,13 +48,14 @@ def slots_for(job: Job, batches: Sequence[ScheduledBatch], rows: int) -> tuple[i
 
 
 def recorded_plans(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Iterator[RecordedPlan]:
+    job = with_values(job, {"lookahead": {"bundle": 1}})
     planner = job_planner(job, group_specs(job), [slots], batches[:MEASURED_BATCHES])
     coming = iter(batches)
     for scheduled in batches:
         while planner.wants_batch:
             following = next(coming, None)
             planner.end() if following is None else planner.add(following)
-        yield RecordedPlan(scheduled.batch, planner.plan())
+        yield RecordedPlan(scheduled.batch, planner.plan().steps[0])
 
 
 def record(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...], device: torch.device) -> Recording:

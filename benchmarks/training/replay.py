@@ -4,7 +4,7 @@ cost nothing.
 What remains besides the step is the trainer's share of rowcast: copies both ways, fills, evictions, messages.
 
     recorded plans + rows -> one ring, never reused
-    Peer    StepReady(p) once step p - depth - 1 is done; takes RowsBack and releases its bytes
+    Peer    PlanReady(p) once plan p - depth - 1 is done; takes RowsBack and releases its bytes
 
 A `Recording` is made once; each `Replay` of it begins with empty slots and an untrained model.
 
@@ -27,9 +27,9 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, aligned
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, RingSpec, RowsBack, StepDone, StepReady, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, PlanDone, PlanReady, RingSpec, RowsBack, Welcome
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
-from rowcast.protocol.plan import ArrayBlock, Piece, StepPlan, cut, plan_block, plan_header, plan_stamp
+from rowcast.protocol.plan import ArrayBlock, Piece, StepPlan, cut, plan_stamp, step_block, step_header
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
@@ -67,7 +67,7 @@ class Packed:
 
 
 def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
-    block = plan_block(recorded.batch, recorded.plan)
+    block = step_block(recorded.batch, recorded.plan, 0)
     num_rows = [len(own.fetch_keys) for own in recorded.plan.groups]
     widths = [group.record_bytes for group in groups]
     largest = block.nbytes + sum(map(int.__mul__, num_rows, widths)) + GUARDS
@@ -76,7 +76,7 @@ def pack(recorded: RecordedPlan, groups: Sequence[GroupSpec]) -> Packed:
 
 class Peer:
     def __init__(
-        self, conversation: Conversation, messages: Sequence[StepReady], depth: int, back_ring: RingReader
+        self, conversation: Conversation, messages: Sequence[PlanReady], depth: int, back_ring: RingReader
     ) -> None:
         self.done_s: list[float] = []  # when each step was reported done
         self.last = len(messages)  # no step from this one on is sent
@@ -86,7 +86,7 @@ class Peer:
         self._back_ring = back_ring
         self._num_sent = 0
         conversation.listen(
-            {RowsBack: self._rows_back, StepDone: lambda message: self.done_s.append(time.perf_counter())}
+            {RowsBack: self._rows_back, PlanDone: lambda message: self.done_s.append(time.perf_counter())}
         )
 
     def advance(self) -> bool:
@@ -98,8 +98,8 @@ class Peer:
         return True
 
     def _rows_back(self, message: RowsBack) -> None:
-        if message.payload is not None and message.step is not None:
-            self._back_ring.view(message.payload, plan_stamp(message.step, message.piece))
+        if message.payload is not None and message.plan is not None:
+            self._back_ring.view(message.payload, plan_stamp(message.plan, message.piece))
             release(self._back_ring, message.payload, self._conversation.send)
 
 
@@ -150,7 +150,7 @@ class Recording:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _message(self, packed: Packed, writer: RingWriter, first_records: FirstRecords) -> StepReady:
+    def _message(self, packed: Packed, writer: RingWriter, first_records: FirstRecords) -> PlanReady:
         (piece,), plan = packed.pieces, packed.recorded.plan
         slot = writer.try_allocate(piece.nbytes)
         assert slot is not None, "the ring was made for all plans"
@@ -159,11 +159,11 @@ class Recording:
             keys = plan.groups[span.group].fetch_keys[span.start : span.start + span.count]
             rows = first_records(self.groups[span.group], keys)
             slot.payload[span.offset : span.offset + len(rows)] = rows
-        return StepReady(
-            step=plan.step,
+        return PlanReady(
+            plan=plan.step,
             piece=0,
             num_pieces=1,
-            plan=plan_header(packed.recorded.batch, plan, packed.block),
+            steps=(step_header(packed.recorded.batch, plan, packed.block),),
             payload=writer.commit(slot, plan_stamp(plan.step, 0), checksum=False),
             arrays=piece.arrays,
             rows=piece.rows,

@@ -25,8 +25,8 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.messages import PlanHeader
-from rowcast.protocol.plan import plan_block, plan_header
+from rowcast.protocol.messages import StepHeader
+from rowcast.protocol.plan import step_block, step_header
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.kernels.derived import Chunks, cut_long_rows
@@ -40,7 +40,7 @@ class ResidentStep:
     """A step's inputs to a runner: implements `runner.StepInputs`."""
 
     step: int
-    header: PlanHeader
+    header: StepHeader
     arrays: PlanArrays  # on the device
 
 
@@ -65,10 +65,10 @@ class ResidentRows:
 
 def step_inputs(recorded: RecordedPlan, groups: Sequence[GroupSpec], device: torch.device) -> ResidentStep:
     plan = replace(recorded.plan, groups=tuple(map(arranged, recorded.plan.groups, groups)))
-    block = plan_block(recorded.batch, plan)
+    block = step_block(recorded.batch, plan, 0)
     content = np.empty(block.nbytes, np.uint8)
     block.write(0, content)
-    header = plan_header(recorded.batch, plan, block)
+    header = step_header(recorded.batch, plan, block)
     chunks = {
         f"{index}.{name}": array
         for index, group in enumerate(plan.groups)

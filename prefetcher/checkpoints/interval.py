@@ -59,17 +59,17 @@ def keep_interval(disk: Disk, root: Path, every: str, steps: int) -> None:
 
 
 class PaceMeter:
-    """Measures the pace after every step until known. `seconds`: between checkpoints; `start`: train steps before this
-    attempt."""
+    """Measures the pace after every plan until known. `seconds`: between checkpoints; `start`: train steps before this
+    attempt; `bundle`: the most steps of a plan."""
 
-    def __init__(self, seconds: float, start: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds, self._start, self._clock = seconds, start, clock
+    def __init__(self, seconds: float, start: int, bundle: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds, self._start, self._bundle, self._clock = seconds, start, bundle, clock
         self._began: tuple[float, int] | None = None  # seconds, and steps done at that time
         # the first measurement was dropped: caches fill and pages are touched during it
         self._is_warm = False
 
     def steps(self, done: int, planned: int) -> int | None:
-        """Returns the train steps that take `seconds`; None while unknown.
+        """Returns the train steps that take `seconds`, a multiple of `bundle`; None while unknown.
 
         `done`: steps done in this attempt; `planned`: train steps of the run that are planned. No step planned so far
         is a multiple of the result, so a restart plans them the same way."""
@@ -86,13 +86,19 @@ class PaceMeter:
             return None
         if not is_known and (measured < 1 or elapsed_s < self._seconds / 2):
             return None
-        steps = max(1, round(self._seconds * measured / elapsed_s))
-        while planned // steps > self._start // steps:
-            steps += 1
-        return steps
+        return first_free(self._seconds * measured / elapsed_s, self._start, planned, self._bundle)
 
     def must_wait(self, planned: int) -> bool:
         return False
+
+
+def first_free(steps: float, start: int, end: int, bundle: int) -> int:
+    """Returns an interval of about `steps`, no multiple of which is among the train steps after `start` up to `end`: a
+    multiple of `bundle`, so that plans that are known already end at the interval's multiples."""
+    interval = bundle * max(1, -(-round(steps) // bundle))
+    while end // interval > start // interval:
+        interval += bundle
+    return interval
 
 
 WARM_UP_STEPS, MEASURED_STEPS = 16, 32  # of the first rank
@@ -108,9 +114,11 @@ def held_after(ahead: int) -> int:
 class RankPace:
     """Measures, on the first rank, the pace of several."""
 
-    def __init__(self, seconds: float, start: int, ahead: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, seconds: float, start: int, ahead: int, bundle: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """As `PaceMeter`; `ahead` as in `held_after`."""
-        self._seconds, self._start, self._clock = seconds, start, clock
+        self._seconds, self._start, self._bundle, self._clock = seconds, start, bundle, clock
         self._free = start + held_after(ahead)  # train steps without a checkpoint
         self._began: tuple[float, int] | None = None
 
@@ -122,10 +130,8 @@ class RankPace:
         began_s, before = self._began = self._began or (now_s, done)
         if done - before < MEASURED_STEPS:
             return None
-        steps = max(1, round(self._seconds * (done - before) / max(now_s - began_s, 1e-6)))
-        while self._free // steps > self._start // steps:
-            steps += 1
-        return steps
+        steps = self._seconds * (done - before) / max(now_s - began_s, 1e-6)
+        return first_free(steps, self._start, self._free, self._bundle)
 
     def must_wait(self, planned: int) -> bool:
         return False
@@ -161,10 +167,11 @@ class AttemptInterval:
         """Returns what finds the unknown interval; None if it is known. `train_steps`: before this attempt."""
         if self._seconds is None or self.known:
             return None
-        ahead = plans_ahead(self._job.lookahead.depth)
+        bundle = self._job.bundle
+        ahead = plans_ahead(self._job.lookahead.depth) * bundle
         if self._job.ranks.count == 1:
-            return PaceMeter(self._seconds, train_steps)
-        return AwaitedPace(self._read, ahead) if self._rank else RankPace(self._seconds, train_steps, ahead)
+            return PaceMeter(self._seconds, train_steps, bundle)
+        return AwaitedPace(self._read, ahead) if self._rank else RankPace(self._seconds, train_steps, ahead, bundle)
 
     def keep(self, steps: int) -> None:
         """Keeps the interval found by the pace. Rank 0 writes it for all ranks and restarts."""

@@ -5,7 +5,7 @@
     write-back  take_dense                    _dense (takes), _copied, _saved_barriers
     mail        cut_short, accept_dense       early_end, _dense (appends)
 
-A barrier is an entry of the plan stream. Every step before it is done and home before the first `Flush` is sent, and no
+A barrier is an entry of the plan stream. Every plan before it is done and home before the first `Flush` is sent, and no
 later plan is read before the barrier's checkpoint has frozen its rows. So both rings are empty when it begins and ends.
 """
 
@@ -264,7 +264,7 @@ class PrefetcherBarrier:
         return True
 
     def _is_drained(self, barrier: BarrierPlan) -> bool:
-        after, fetcher = barrier.after_step, self._fetcher
+        after, fetcher = barrier.after_plan, self._fetcher
         is_home = after is None or (
             reached(fetcher.done_through, after) and reached(self._writeback.applied_through, after)
         )
@@ -273,7 +273,7 @@ class PrefetcherBarrier:
     def _open_flush(self) -> bool:
         plan = self._plan
         train_steps, dirty = self._barrier.position.train_step, tuple(move.keys for move in plan.dirty)
-        self._writeback.expect(plan.after_step, plan.barrier, train_steps, dirty)
+        self._writeback.expect(plan.after_plan, plan.barrier, train_steps, dirty)
         block = make_block({f"{group}.slots": move.slots for group, move in enumerate(plan.dirty)})
         self._flush.extend((block, piece) for piece in cut(block.nbytes, [], [], self._fetch_ring.max_payload))
         self._saves = self._checkpointer.begin(self._barrier)
@@ -290,7 +290,7 @@ class PrefetcherBarrier:
             payload = self._fetch_ring.commit(room, stamp, checksum=is_sampled(stamp))
         message = Flush(
             barrier=plan.barrier,
-            after_step=plan.after_step,
+            after_plan=plan.after_plan,
             num_dirty=tuple(len(move) for move in plan.dirty),
             piece=piece.number,
             num_pieces=piece.count,
@@ -323,7 +323,7 @@ class PrefetcherBarrier:
 
     def _end_of_data(self, barrier: BarrierPlan) -> EndOfData:
         return EndOfData(
-            last_step=barrier.after_step,
+            last_plan=barrier.after_plan,
             finished=barrier.finished,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             waits=tuple(Wait(reason=reason, seconds=s) for reason, s in self._counters.stalls.items()),

@@ -1,15 +1,15 @@
 """Connects the prefetcher's stages with each other and with one conversation, without threads, sockets or clocks.
 
-The life of step p; `PrefetcherEngine.advance` is the code:
+The life of plan p; `PrefetcherEngine.advance` is the code:
 
     thread      function          what it passes on
-    planning    read_ids_ahead    ids of batch p                      -> the planner's horizon
+    planning    read_ids_ahead    ids of the batches of plan p        -> the planner's horizon
                 plan_next         plan p: slots, rows, victims        -> the plan stream, the stores
     staging     stage_rows        rows of plan p, from below          -> the store's memory
     fetcher     read_rows         rows of plan p, from the store      -> the fetch ring
-                announce_read     StepReady(p)                        -> the trainer
-    ...                           the trainer trains step p (`rowcast.trainer.step.loop`)
-    mail        conversation      RowsBack(p), StepDone(p), Released  -> write-back, fetcher, fetch ring
+                announce_read     PlanReady(p)                        -> the trainer
+    ...                           the trainer trains its steps (`rowcast.trainer.step.loop`)
+    mail        conversation      RowsBack(p), PlanDone(p), Released  -> write-back, fetcher, fetch ring
     write-back  write_arrived     victims of plan p, from the ring    -> the store
                 release_written   Released                            -> the trainer
                 note_home         "home through p"                    -> the fetcher
@@ -43,12 +43,12 @@ from rowcast.protocol.messages import (
     Hello,
     Ids,
     Mode,
+    PlanDone,
     Released,
     Replica,
     Returned,
     RowsBack,
     Saved,
-    StepDone,
     StopRequest,
     Welcome,
 )
@@ -63,7 +63,7 @@ Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
 # a message, what a thread has done, or any turn of it -> the threads that it may unblock; no other thread waits for it
 WAKES: Wakes = {
     Hello: ("fetcher", "main"),  # rows may be sent
-    StepDone: ("planning", "fetcher"),  # plans and rows may run one step further ahead
+    PlanDone: ("planning", "fetcher"),  # plans and rows may run one plan further ahead
     Released: ("fetcher",),  # room in the fetch ring
     RowsBack: ("write-back",),
     Returned: ("write-back",),
@@ -120,7 +120,7 @@ class PrefetcherEngine:
             ring=self.fetch_ring,
             writeback=self.writeback,
             counters=counters,
-            limits=Limits(depth=welcome.depth, first_step=welcome.start.step, staging_bytes=welcome.staging_bytes),
+            limits=Limits(depth=welcome.depth, first_plan=welcome.start.step, staging_bytes=welcome.staging_bytes),
             send=send,
         )
         self.barrier = PrefetcherBarrier(
@@ -161,7 +161,7 @@ class PrefetcherEngine:
                 Ask: self.writeback.accept,
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
-                StepDone: self._step_done,
+                PlanDone: self._plan_done,
                 StopRequest: self.planning.stop,
                 Bye: self._bye,
             }
@@ -170,7 +170,7 @@ class PrefetcherEngine:
     def advance(self, thread: Thread) -> bool:
         """Does all that this thread can do now without waiting. Returns whether it did anything.
 
-        The cases follow the life of a step from top to bottom. All threads run in parallel on different steps: ids of a
+        The cases follow the life of a plan from top to bottom. All threads run in parallel on different plans: ids of a
         batch far ahead are read, plan p + 2 * depth + 1 is made and staged, rows of plan p + depth enter the ring, and
         victims of plan p are written.
         """
@@ -243,8 +243,8 @@ class PrefetcherEngine:
     def progress(self, work: int) -> ProcessProgress:
         """`work` grows with all progress except steps and rows written back."""
         return ProcessProgress(
-            step_begun=self.fetcher.sent_through,
-            step_done=self.fetcher.done_through,
+            step_begun=self.fetcher.step_sent,
+            step_done=self.fetcher.step_done,
             work=work + self.counters.total("rows_written_back"),
             waiting_for=self.waiting_for,
             ended=self.peer_left,
@@ -290,8 +290,8 @@ class PrefetcherEngine:
         self.conversation.send(self.welcome)
         self.fetcher.connected = True
 
-    def _step_done(self, message: StepDone) -> None:
-        self.fetcher.step_done(message.step)
+    def _plan_done(self, message: PlanDone) -> None:
+        self.fetcher.plan_done(message.plan)
         self.counters.progressed()
 
     def _bye(self, message: Bye) -> None:
@@ -300,7 +300,7 @@ class PrefetcherEngine:
 
 WAITS = {
     "plans": "batches from the reader",
-    "credit": "the trainer to finish a step",
+    "credit": "the trainer to finish a plan",
     "write_back": "rows to come home",
     "ring": "space in the ring",
     "barrier": "the barrier",

@@ -1,7 +1,7 @@
-"""Reads the rows of each plan from the store into the ring and announces them in step order.
+"""Reads the rows of each plan from the store into the ring and announces them in the order of the plans.
 
-A plan may be read when the rows that it could depend on are home:  applied_through >= max(after_step, step - depth - 1)
-A plan may be sent when the trainer has room to hold it:             done_through >= step - depth - 1
+A plan may be read when the rows that it could depend on are home:  applied_through >= max(after_plan, plan - depth - 1)
+A plan may be sent when the trainer has room to hold it:             done_through >= plan - depth - 1
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from rowcast.prefetcher.pipeline.writeback import Writeback, rows_of_table
 from rowcast.prefetcher.stores.all_stores import AllStores, Rows
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import Answer, Ask, RowSpan, StepReady, StopRequest
+from rowcast.protocol.messages import Answer, Ask, PlanReady, RowSpan, StopRequest
 from rowcast.protocol.plan import BarrierPlan, Piece, Plan, cut, is_sampled, plan_stamp
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import Bytes
@@ -30,7 +30,7 @@ Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier", "ch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBarrier:
-    """An entry after a step. Every barrier of a run that makes checkpoints is one."""
+    """An entry after a plan. Every barrier of a run that makes checkpoints is one."""
 
     plan: BarrierPlan
     position: Position  # where training continues after it
@@ -69,17 +69,17 @@ class Reading:
 class Limits:
     """How far rows may run ahead of the trainer."""
 
-    depth: int  # steps ahead of the trainer
-    first_step: int  # of this incarnation
+    depth: int  # plans ahead of the trainer
+    first_plan: int  # of this incarnation
     staging_bytes: int  # of rows in one piece
 
-    def before(self, step: int) -> int:
-        """The step that must be done and home before this step's rows may be sent."""
-        return step - self.depth - 1
+    def before(self, plan: int) -> int:
+        """The plan that must be done and home before this plan's rows may be sent."""
+        return plan - self.depth - 1
 
 
 class Fetcher:
-    """The mail's thread calls `step_done`, the fetcher's `announce_read` and then `read_rows`: older steps first."""
+    """The mail's thread calls `plan_done`, the fetcher's `announce_read` and then `read_rows`: older plans first."""
 
     def __init__(
         self,
@@ -91,11 +91,14 @@ class Fetcher:
         writeback: Writeback,
         counters: PrefetcherCounters,
         limits: Limits,
-        send: Callable[[StepReady | Answer], None],
+        send: Callable[[PlanReady | Answer], None],
     ) -> None:
         self.connected = False  # a trainer was welcomed; before that, rows may be read but not sent
-        self.done_through: int | None = None  # the last step that the trainer completed
+        self.done_through: int | None = None  # the last plan that the trainer completed
         self.sent_through: int | None = None
+        self.step_sent: int | None = None  # the last one of these plans
+        self.step_done: int | None = None
+        self._sent_steps: deque[int] = deque()  # of each plan that is not done, its last
         self.rows_return = True  # of the plan that was taken last
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
         self._plans = plans
@@ -123,15 +126,16 @@ class Fetcher:
     def is_between_plans(self) -> bool:
         return not self._pieces
 
-    def step_done(self, step: int) -> None:
-        self.done_through = step
+    def plan_done(self, plan: int) -> None:
+        self.step_done = self._sent_steps.popleft()
+        self.done_through = plan
 
     # store -> ring
 
     def read_rows(self) -> bool:
         """Removes the next plan from the stream, or starts reading the rows of its next piece into the ring."""
         if self._pieces:
-            with self._counters.timed("fetch", self._pieces[0][0].step):
+            with self._counters.timed("fetch", self._pieces[0][0].first_step):
                 return self._begin_piece(*self._pieces[0])
         head = self._plans[0] if self._plans else None
         if head is None or isinstance(head, PlannedBarrier):  # a barrier may have arrived during this turn
@@ -141,20 +145,20 @@ class Fetcher:
             self.stalled_by = self.stalled_by or "write_back"
             return False
         self._plans.popleft()
-        with self._counters.timed("fetch", head.step):
+        with self._counters.timed("fetch", head.first_step):
             self._open(head)
         return True
 
     def _may_read(self, plan: Plan) -> bool:
-        needed = self._limits.before(plan.step)
-        if plan.after_step is not None:
-            needed = max(needed, plan.after_step)
-        return needed < self._limits.first_step or reached(self._writeback.applied_through, needed)
+        needed = self._limits.before(plan.plan)
+        if plan.after_plan is not None:
+            needed = max(needed, plan.after_plan)
+        return needed < self._limits.first_plan or reached(self._writeback.applied_through, needed)
 
     def _open(self, plan: Plan) -> None:
-        self.rows_return = self._writeback.expect(plan.step, None, plan.header.train_step, plan.victims)
+        self.rows_return = self._writeback.expect(plan.plan, None, plan.steps[0].train_step, plan.victims)
         pieces = cut(
-            plan.block.nbytes,
+            plan.arrays_bytes,
             list(map(len, plan.fetch_keys)),
             [group.record_bytes for group in self._groups],
             self._ring.max_payload,
@@ -168,7 +172,7 @@ class Fetcher:
             self.stalled_by = self.stalled_by or "ring"
             return False
         if piece.arrays is not None:
-            plan.block.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
+            plan.write(piece.arrays.offset, slot.payload[: piece.arrays.nbytes])
         returned = self._writeback.returned
         tickets = self.all_stores.read([self._rows_of(plan, span, slot) for span in piece.rows])
         self._reading.append(Reading(plan=plan, piece=piece, slice=slot, tickets=tickets, returned=returned))
@@ -199,7 +203,7 @@ class Fetcher:
     # ring -> trainer
 
     def announce_read(self) -> bool:
-        """Announces the oldest piece once its rows are in the ring and the trainer has room for its step."""
+        """Announces the oldest piece once its rows are in the ring and the trainer has room for its plan."""
         if not self._reading:
             return False
         complete = [reading.done() for reading in self._reading]  # poll all: tickets finish in any order
@@ -208,34 +212,36 @@ class Fetcher:
             return False
         reading = self._reading[0]
         plan = reading.plan
-        oldest = self._limits.before(plan.step)
-        if not self.connected or (oldest >= self._limits.first_step and not reached(self.done_through, oldest)):
+        oldest = self._limits.before(plan.plan)
+        if not self.connected or (oldest >= self._limits.first_plan and not reached(self.done_through, oldest)):
             self.stalled_by = "credit"
             return False
         self._reading.popleft()
-        with self._counters.timed("send", plan.step):
+        with self._counters.timed("send", plan.first_step):
             self._announce(reading)
         return True
 
     def _announce(self, reading: Reading) -> None:
         plan, piece = reading.plan, reading.piece
-        stamp = plan_stamp(plan.step, piece.number)
-        message = StepReady(
-            step=plan.step,
+        stamp = plan_stamp(plan.plan, piece.number)
+        message = PlanReady(
+            plan=plan.plan,
             piece=piece.number,
             num_pieces=piece.count,
-            plan=plan.header if piece.number == 0 else None,
+            steps=plan.steps if piece.number == 0 else (),
             payload=self._ring.commit(reading.slice, stamp, checksum=is_sampled(stamp)),
             arrays=piece.arrays,
             rows=piece.rows,
             returned=reading.returned,
         )
-        crash_point("StepReady not sent")
-        self._counters.step_ready(message)
-        self._send(message)
-        crash_point("StepReady sent")
         if piece.number == piece.count - 1:
-            self.sent_through = plan.step
+            self._sent_steps.append(plan.steps[-1].step)
+        crash_point("PlanReady not sent")
+        self._counters.plan_ready(message)
+        self._send(message)
+        crash_point("PlanReady sent")
+        if piece.number == piece.count - 1:
+            self.sent_through, self.step_sent = plan.plan, plan.steps[-1].step
 
 
 def reached(newest: int | None, needed: int) -> bool:

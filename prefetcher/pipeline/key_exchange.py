@@ -160,7 +160,7 @@ class KeyExchange:
     @property
     def samples_ahead(self) -> int:
         """Of how many steps to read the samples, if they are there, so that messages with lists tell them in time."""
-        return 2 + self._together
+        return 1 + self._planner.bundle + self._together
 
     @property
     def has_others(self) -> bool:
@@ -207,14 +207,16 @@ class KeyExchange:
         self._samples.append(checksum)
         self._untold.append(checksum)  # the next message will tell it
 
-    def all_have_samples(self, step: int) -> bool:
-        """Returns whether every rank has read its samples of `step`, as this one has. Raises as `take`."""
-        if len(self._untold) >= len(self._samples):
+    def all_have_samples(self, step: int, count: int) -> bool:
+        """Returns whether every rank has read its samples of `count` steps from `step` on, as this one has. Raises as
+        `take`."""
+        if len(self._untold) > len(self._samples) - self._planner.bundle:  # others may need more steps of them
             self._tell_all()
-        late = self._await(other for other in self._others if not other.samples)
+        late = self._await(other for other in self._others if len(other.samples) < count)
         for other in self._others if not late else ():
-            if differ(other.samples[0], self._samples[0]):
-                raise self._differs(other, step, "other dense features or labels")
+            for number in range(count):
+                if differ(other.samples[number], self._samples[number]):
+                    raise self._differs(other, step + number, "other dense features or labels")
         return not late
 
     def stop_waiting(self) -> None:

@@ -1,19 +1,19 @@
 """Counts what the prefetcher does; `run/scrape.py` exports it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
 from rowcast.protocol.counters import Counters
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.plan import PlannedSteps
 
 StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 Phase = Literal["read", "plan", "fetch", "send", "write_back"]
 Queue = Literal["batches", "plans", "pieces", "rows_back"]
 # batches: the planner waits for the reader         plans: the fetcher waits for the planner
-# credit: StepReady waits for a StepDone            write_back: rows wait until a RowsBack is applied
+# credit: PlanReady waits for a PlanDone            write_back: rows wait until a RowsBack is applied
 # ring: no space in the fetch ring                  store: a ticket is not finished
 # barrier: later plans wait for the flush
 # checkpoint: a barrier waits until the previous one is durable, or rows that came home for room beside a checkpoint's
@@ -53,18 +53,23 @@ class PrefetcherCounters(Counters[StallReason, Phase, Queue]):
         self.checkpoint_bytes += nbytes
         self.checkpoint_last_timestamp_seconds = time.time()
 
-    def planned(self, plan: StepPlan, batch_size: int) -> None:
-        self.step(plan.kind, batch_size)
-        for counters, group in zip(self.groups.values(), plan.groups, strict=True):
-            counters.step(
-                num_lookups=group.num_lookups,
-                num_unique=len(group.unique_slots) if group.share is None else group.share.header.num_own,
-                num_fetch=len(group.fetch_keys),
-                num_evict=len(group.evict_keys),
+    def planned(self, plan: PlannedSteps, batch_sizes: Sequence[int]) -> None:
+        for step, batch_size in zip(plan.steps, batch_sizes, strict=True):
+            self.step(step.kind, batch_size)
+            shares = [group.share.header for group in step.groups if group.share is not None]
+            if shares:
+                self.exchanged(step.kind, shares)
+        for counters, of_steps in zip(
+            self.groups.values(), zip(*[own.groups for own in plan.steps], strict=True), strict=True
+        ):
+            counters.plan(
+                num_lookups=sum([own.num_lookups for own in of_steps]),
+                num_unique=sum(
+                    [len(own.unique_slots) if own.share is None else own.share.header.num_own for own in of_steps]
+                ),
+                num_fetch=len(of_steps[0].fetch_keys),
+                num_evict=len(of_steps[0].evict_keys),
             )
-        shares = [group.share.header for group in plan.groups if group.share is not None]
-        if shares:
-            self.exchanged(plan.kind, shares)
 
 
 new_counters = PrefetcherCounters.new

@@ -1,13 +1,14 @@
-"""The planning stage: turns batches into plans, at most a fixed number of steps ahead of the trainer."""
+"""The planning stage: turns batches into plans, at most a fixed number of plans ahead of the trainer."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Protocol
 
 from rowcast.prefetcher.pipeline.barrier import PrefetcherBarrier
 from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream
-from rowcast.prefetcher.pipeline.key_exchange import KeyExchange
+from rowcast.prefetcher.pipeline.key_exchange import NOT_KNOWN, KeyExchange
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import RankSource
@@ -15,7 +16,7 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import Samples
 from rowcast.protocol.messages import StopRequest, Welcome
 from rowcast.protocol.parts import batch_specs, check_same
-from rowcast.protocol.plan import StepPlan, pack
+from rowcast.protocol.plan import PlannedSteps, pack
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
@@ -32,12 +33,12 @@ class Pace(Protocol):
 
 
 def plans_ahead(depth: int) -> int:
-    """Returns how many steps plans may be beyond the last completed one."""
+    """Returns how many plans may be made beyond the last completed one."""
     return 2 * depth + 2
 
 
 class PlanningStage:
-    """Makes plans up to 2 * depth + 2 steps beyond the last completed one, so that a stop is prompt. Announces each to
+    """Makes up to 2 * depth + 2 plans beyond the last completed one, so that a stop is prompt. Announces each to
     the stores.
 
     Adds a barrier to the plan stream wherever the planner says that a checkpoint is due. A *fault*, an error of any
@@ -84,7 +85,8 @@ class PlanningStage:
         self._lookup_arrays, self._announced = lookup_arrays, welcome.inputs
         # of each step that is planned and may not be done, and of the one before the first
         self._position_after: dict[int, Position] = {welcome.start.step - 1: welcome.start}
-        self.on_plan: Callable[[StepPlan], None] = lambda plan: None
+        self._done_step = welcome.start.step - 1
+        self.on_plan: Callable[[PlannedSteps], None] = lambda plan: None
         # called once, with the train steps between checkpoints
         self.on_interval: Callable[[int], None] = lambda steps: None
 
@@ -176,9 +178,9 @@ class PlanningStage:
         self._keys.end_at(step, fault)
         get_logger().warning("training will end at a fault", train_step=self._position.train_step, fault=str(fault))
 
-    def _has_dense(self) -> bool:
-        """Whether this rank has the dense parts of the next plan's batch and of some after it, as far as there are any,
-        and every rank has that of the next."""
+    def _has_dense(self, num_steps: int) -> bool:
+        """Whether this rank has the dense parts of the next `num_steps` batches and of some after them, as far as there
+        are any, and every rank has those of these steps."""
         wanted = min(self._keys.samples_ahead, self._planner.num_known, self._keys.fault_step - self._next_step)
         while len(self._samples) < wanted:
             dense = self._poll_dense()
@@ -187,8 +189,10 @@ class PlanningStage:
             self.checksums.add_dense(dense)
             self._samples.append(dense)
             self._keys.read_samples(self._source.checksum)
-        self._misses_dense = len(self._samples) < min(2, wanted, self._keys.fault_step - self._next_step)
-        return bool(self._samples) and not self._misses_dense and self._keys.all_have_samples(self._next_step)
+        needed = min(num_steps + 1, wanted, self._keys.fault_step - self._next_step)
+        self._misses_dense = len(self._samples) < needed
+        has_all = len(self._samples) >= num_steps and not self._misses_dense
+        return has_all and self._keys.all_have_samples(self._next_step, num_steps)
 
     def _poll_dense(self) -> Samples | None:
         step = self._next_step + len(self._samples)
@@ -214,32 +218,46 @@ class PlanningStage:
             return False
         # only here, where every rank knows whether the data has ended as well, and that no rank finds a fault there
         if self.stop_reason is not None and self.planned_through == self._last_step is not None:
-            return self._has_dense() and self._send_barrier(self.stop_reason, last=True)
+            return self._has_dense(1) and self._send_barrier(self.stop_reason, last=True)
         if self._planner.checkpoint_due:
             return self._send_barrier("checkpoint", last=False)
-        step = self._next_step
-        done = self._start.step - 1 if self._fetcher.done_through is None else self._fetcher.done_through
-        self._find_interval(done)
-        if self.pace is not None and self.pace.must_wait(step - self._start.step):
+        bundle, next_step = self._planner.known.next, self._next_step
+        self._find_interval(self._forget_done())
+        if self.pace is not None and self.pace.must_wait(bundle.last.step - self._start.step):
             return False
-        if step > done + self._ahead or not self._has_dense():
+        end = min(self._keys.fault_step, NOT_KNOWN if self._last_step is None else self._last_step + 1)
+        num_steps = min(len(bundle.steps), end - next_step)  # rows of the bundle's other steps come as well
+        has_dense = self._has_dense(num_steps)  # also without credit: others may plan more steps at once than this rank
+        done = self._fetcher.done_through
+        if bundle.plan > (self._start.step - 1 if done is None else done) + self._ahead:
+            self._misses_dense = False
             return False
-        with self._counters.timed("plan", step):
-            following = self._planner.known.next.following
+        if not has_dense:
+            return False
+        with self._counters.timed("plan", next_step):
             plan = self._planner.plan()
-            for store, group in zip(self._stores, plan.groups, strict=True):
-                store.store.stage(step, group)
+            for store, group in zip(self._stores, plan.move, strict=True):
+                store.store.stage(plan.plan, group)
         crash_point("plan made")
-        samples = self._samples.popleft()
-        self._counters.planned(plan, len(samples.labels))
+        plan = replace(plan, steps=plan.steps[:num_steps])
+        samples = [self._samples.popleft() for _ in plan.steps]
+        self._counters.planned(plan, [len(own.labels) for own in samples])
         self.on_plan(plan)
-        self.checksums.planned()
-        self._keys.planned()
+        for scheduled in bundle.steps[:num_steps]:
+            self.checksums.planned()
+            self._keys.planned()
+            self._position = self._position_after[scheduled.step] = scheduled.following
         self._plans.append(pack(samples, plan))
-        self.planned_through = step
-        self._position = self._position_after[step] = following
-        self._position_after.pop(step - self._ahead - 1, None)
+        self.planned_through = next_step + num_steps - 1
         return True
+
+    def _forget_done(self) -> int:
+        """Forgets all but the last of the steps that are done, and returns it."""
+        before, done = self._done_step, self._fetcher.step_done
+        self._done_step = before if done is None else done
+        for step in range(before, self._done_step):
+            self._position_after.pop(step)
+        return self._done_step
 
     def _find_interval(self, done: int) -> None:
         # called before a plan is made, so that the interval changes between two plans
@@ -257,7 +275,7 @@ class PlanningStage:
     def _send_barrier(self, reason: str, *, finished: bool = False, last: bool) -> bool:
         evaluated = self._planner.evaluated
         if evaluated:
-            self._position = self._position_after[self._next_step - 1] = self._planner.known.next.position
+            self._position = self._position_after[self._next_step - 1] = self._planner.known.next.first.position
         barrier = PlannedBarrier(
             plan=self._planner.barrier(reason, finished),
             position=self._position,

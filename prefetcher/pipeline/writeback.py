@@ -1,4 +1,4 @@
-"""Writes returned rows to the stores, and tracks the last step with all rows written.
+"""Writes returned rows to the stores, and tracks the last plan with all rows written.
 
 `RowsBack` carries no keys: its rows have the order of the plan's (or the barrier's) victims. This stage keeps the keys
 from before the plan is sent until its last row is applied. It never waits for ring space or credit. It waits for a
@@ -33,7 +33,7 @@ from rowcast.runtime.errors import Diverged, RemoteProtocolError
 class Expected:
     """The rows to be returned for one plan or barrier."""
 
-    step: int | None
+    plan: int | None
     barrier: int | None
     train_steps: int  # before it, so that they have trained these rows
     keys: tuple[Keys, ...]  # one per group, in the order of the rows
@@ -43,7 +43,7 @@ class Expected:
 
     @property
     def name(self) -> str:
-        return f"barrier {self.barrier}" if self.barrier is not None else f"step {self.step}"
+        return f"barrier {self.barrier}" if self.barrier is not None else f"plan {self.plan}"
 
     @property
     def complete(self) -> bool:
@@ -99,11 +99,11 @@ class Writeback:
     def is_writing(self) -> bool:
         return bool(self._writing)
 
-    def expect(self, step: int | None, barrier: int | None, train_steps: int, keys: tuple[Keys, ...]) -> bool:
+    def expect(self, plan: int | None, barrier: int | None, train_steps: int, keys: tuple[Keys, ...]) -> bool:
         """Must be called before the plan or barrier is sent. `train_steps`: before it. `keys` have the order of the
         rows. Returns whether a message will return any."""
         returns = barrier is not None or any(map(len, keys))
-        self._expected.append(Expected(step, barrier, train_steps, keys, [0] * len(keys), arrived_last=not returns))
+        self._expected.append(Expected(plan, barrier, train_steps, keys, [0] * len(keys), arrived_last=not returns))
         return returns
 
     def accept(self, message: RowsBack | Returned | Ask) -> None:
@@ -120,7 +120,7 @@ class Writeback:
         if isinstance(message, Ask):
             self.asked.append(message)
             return True
-        with self._counters.timed("write_back", message.step if isinstance(message, RowsBack) else None):
+        with self._counters.timed("write_back", message.plan if isinstance(message, RowsBack) else None):
             self._apply(message) if isinstance(message, RowsBack) else self._write_returned(message)
         return True
 
@@ -146,12 +146,12 @@ class Writeback:
     def _apply(self, message: RowsBack) -> None:
         waiting = list(self._expected)  # a copy: the fetcher's thread appends
         expected = next((e for e in waiting if not e.arrived_last), None)
-        if expected is None or (expected.step, expected.barrier) != (message.step, message.barrier):
+        if expected is None or (expected.plan, expected.barrier) != (message.plan, message.barrier):
             due = "none" if expected is None else f"those of {expected.name}"
             raise RemoteProtocolError(
-                f"rows came back for step {message.step}, barrier {message.barrier}; expected {due}"
+                f"rows came back for plan {message.plan}, barrier {message.barrier}; expected {due}"
             )
-        stamp = plan_stamp(message.step or 0, message.piece)
+        stamp = plan_stamp(message.plan or 0, message.piece)
         if message.barrier is not None:
             stamp = barrier_stamp(message.barrier, message.piece)
         crash_point("rows not written")
@@ -226,7 +226,7 @@ class Writeback:
         while self._expected and self._expected[0].complete:
             expected = self._expected.popleft()
             if expected.barrier is None:
-                self.applied_through = expected.step
+                self.applied_through = expected.plan
             else:
                 self.applied_barriers = expected.barrier + 1
                 self._finite_through = expected.train_steps

@@ -1,5 +1,8 @@
 """Keeps the known batches, from the next plan's to the horizon, and each distinct row's occurrences in them.
 
+The batches of one plan are a *bundle*. Its distinct rows are entered and planned together: to all that follows here it
+is one batch, and "step" means the number of its plan.
+
 A group's occurrences are kept in a circular buffer, batch after batch, by ascending key within a batch. A position is
 counted over the whole run; its index in the buffer is the position modulo the buffer's size:
 
@@ -96,63 +99,100 @@ def id_bytes(groups: Sequence[NeededRows], num_levels: int) -> int:
     return sum([rows.nbytes + rows.num_unique * num_levels * OCCURRENCE_BYTES for rows in groups])
 
 
-class Horizon:
-    """The known batches, in step order without gaps. Step p may be planned once p to p + `num_batches` are known or the
-    data has ended."""
+Places = I64 | slice
 
-    def __init__(self, num_batches: int) -> None:
-        assert num_batches >= 0, f"a horizon of {num_batches} batches"
-        self.num_batches = num_batches
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bundle:
+    """The batches of one plan, which follow each other and are of one kind."""
+
+    plan: int  # its number
+    steps: tuple[Scheduled[BatchRows], ...]
+    keys: tuple[I64, ...]  # of each group, [U] ascending: the distinct rows of all steps
+    places: tuple[tuple[Places, ...], ...]  # of each step and group: where its rows are among these
+
+    @classmethod
+    def of(cls, plan: int, steps: Sequence[Scheduled[BatchRows]]) -> "Bundle":
+        groups = list(zip(*[[rows.keys for rows in step.batch.groups] for step in steps], strict=True))
+        if len(steps) == 1:
+            keys, places = [own for (own,) in groups], [[slice(None)] * len(groups)]
+        else:
+            keys = [np.unique(np.concatenate(own)) for own in groups]
+            places = [
+                [np.searchsorted(union, own[j]) for union, own in zip(keys, groups, strict=True)]
+                for j in range(len(steps))
+            ]
+        return cls(plan=plan, steps=tuple(steps), keys=tuple(keys), places=tuple(map(tuple, places)))
+
+    @property
+    def first(self) -> Scheduled[BatchRows]:
+        return self.steps[0]
+
+    @property
+    def last(self) -> Scheduled[BatchRows]:
+        return self.steps[-1]
+
+    @property
+    def id_bytes(self) -> int:
+        return sum(step.batch.id_bytes for step in self.steps)
+
+
+class Horizon:
+    """The known bundles, in order. Plan p may be made once the bundles p to p + `num_plans` are known or the data has
+    ended."""
+
+    def __init__(self, num_plans: int) -> None:
+        assert num_plans >= 0, f"a horizon of {num_plans} plans"
+        self.num_plans = num_plans
         self.id_bytes = 0  # of the known batches
-        self._known: deque[Scheduled[BatchRows]] = deque()
-        self._following: int | None = None
+        self.num_batches = 0
+        self._known: deque[Bundle] = deque()
+        self.following: int | None = None  # the next step to be added
         self._ended = False
 
     def check_next(self, step: int) -> None:
         """Asserts that this step may enter now: it follows the last one, and the next plan needs it."""
         assert not self._ended, f"step {step} was added after the end of the data"
-        assert self._following in (None, step), f"step {step} was added, but step {self._following} follows"
+        assert self.following in (None, step), f"step {step} was added, but step {self.following} follows"
         assert self.wants > 0, (
-            f"step {step} was added, but {len(self._known)} batches are known and {self.num_batches + 1} are enough"
+            f"step {step} was added, but {len(self._known)} bundles are known and {self.num_plans + 1} are enough"
         )
 
-    def append(self, batch: Scheduled[BatchRows]) -> None:
-        self.check_next(batch.step)
-        self._known.append(batch)
-        self.id_bytes += batch.batch.id_bytes
-        self._following = batch.step + 1
+    def append(self, bundle: Bundle) -> None:
+        self._known.append(bundle)
+        self.id_bytes += bundle.id_bytes
+        self.num_batches += len(bundle.steps)
 
     def end(self) -> None:
         self._ended = True
 
     @property
     def wants(self) -> int:
-        return 0 if self._ended else max(0, self.num_batches + 1 - len(self._known))
+        """Bundles."""
+        return 0 if self._ended else max(0, self.num_plans + 1 - len(self._known))
 
     @property
     def ready(self) -> bool:
         num_known = len(self._known)
-        return num_known > self.num_batches or (self._ended and num_known > 0)
+        return num_known > self.num_plans or (self._ended and num_known > 0)
 
     @property
-    def next(self) -> Scheduled[BatchRows]:
-        assert self.ready, f"{len(self._known)} batches are known of the {self.num_batches + 1} that a plan needs"
+    def next(self) -> Bundle:
+        assert self.ready, f"{len(self._known)} bundles are known of the {self.num_plans + 1} that a plan needs"
         return self._known[0]
 
     @property
-    def last_step(self) -> int:
-        return self._known[-1].step
+    def last_plan(self) -> int:
+        return self._known[-1].plan
 
     @property
-    def num_known(self) -> int:
-        return len(self._known)
-
-    @property
-    def batches(self) -> tuple[Scheduled[BatchRows], ...]:
+    def bundles(self) -> tuple[Bundle, ...]:
         return tuple(self._known)
 
     def advance(self) -> None:
-        self.id_bytes -= self._known.popleft().batch.id_bytes
+        bundle = self._known.popleft()
+        self.id_bytes -= bundle.id_bytes
+        self.num_batches -= len(bundle.steps)
 
 
 class Occurrences(NamedTuple):

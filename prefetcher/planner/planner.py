@@ -1,9 +1,9 @@
-"""Makes step plans from batches. A plan depends only on the data, the first step, the slots and the horizon."""
+"""Makes plans from batches. A plan depends only on the data, the first step, the slots, the horizon and the bundle."""
 
 import operator
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -15,12 +15,21 @@ from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.all_groups import NUM_MOVED, enter_all, find_unprepared, move_all
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
-from rowcast.prefetcher.planner.group_planner import GroupMoves, GroupPlanner, Occupancy, plan_fields
+from rowcast.prefetcher.planner.group_planner import NO_ROWS, NO_SLOTS, GroupMoves, GroupPlanner, Occupancy, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
-from rowcast.prefetcher.planner.horizon import MOST_STEPS, NONE, BatchRows, Horizon, NeededRows, id_bytes
+from rowcast.prefetcher.planner.horizon import (
+    MOST_STEPS,
+    NONE,
+    BatchRows,
+    Bundle,
+    Horizon,
+    NeededRows,
+    Places,
+    id_bytes,
+)
 from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank, own_parts, parts_of
-from rowcast.protocol.plan import BarrierPlan, GroupPlan, StepPlan
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, PlannedSteps, StepPlan
 from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
@@ -28,18 +37,18 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import ThreadPool
 
 CAPACITY_KEYS = ("cache.capacity", "store.memory")  # of the levels, from the device down
-WHILE_FILLING = 8  # batches by which the automatic horizon grows per plan
+WHILE_FILLING = 8  # plans by which the automatic horizon grows per plan
 SHARE = 16  # it grows by 1/16 per plan while plans guess
 
 Slots = tuple[int, ...]  # of each group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepMoves:
-    """A step's changes in the slots of each level."""
+class PlanMoves:
+    """A plan's changes in the slots of each level."""
 
-    step: int
-    after_step: int | None  # as in StepPlan
+    bundle: Bundle
+    after_plan: int | None  # as in PlannedSteps
     levels: tuple[tuple[GroupMoves, ...], ...]  # of each level, from the device down, by group
 
 
@@ -55,11 +64,12 @@ class PlanCounters:
     rows_written_back: int = 0  # dirty victims
     rows_flushed: int = 0  # dirty rows at barriers
 
-    def count(self, num_lookups: int, moves: Sequence[GroupMoves]) -> None:
-        """`num_lookups`: of all groups. `moves`: of each."""
-        num_unique = sum([len(own.unique_slots) for own in moves])
+    def count(self, bundle: Bundle, moves: Sequence[GroupMoves]) -> None:
+        """`moves`: of each group."""
+        rows = [own for step in bundle.steps for own in step.batch.groups]
+        num_unique = sum([own.num_unique for own in rows])
         num_fetched = sum([len(own.fetch_keys) for own in moves])
-        self.lookups += num_lookups
+        self.lookups += sum([own.num_lookups for own in rows])
         self.unique_rows += num_unique
         self.hits += num_unique - num_fetched
         self.rows_fetched += num_fetched
@@ -148,9 +158,8 @@ class Level:
         for group, state in zip(groups, self._states, strict=True):
             group.state = state
 
-    def enter(self, rows: Sequence[NeededRows], step: int) -> None:
-        """Adds a batch. `rows`: of each group."""
-        keys = [own.keys for own in rows]
+    def enter(self, keys: Sequence[I64], step: int) -> None:
+        """Adds a bundle. `keys`: of each group. `step`: the number of its plan."""
         starts = np.array([0, *accumulate(map(len, keys))])
         unprepared = np.empty(len(keys), np.int64)
         for g in unprepared[: find_unprepared(self._states, starts, step, unprepared)].tolist():
@@ -164,14 +173,14 @@ class Level:
         """The groups that the loops over all groups pass over."""
         return np.flatnonzero(self._states["is_whole"] == 0).tolist()
 
-    def move(self, batch: Scheduled[BatchRows], last_step: int) -> tuple[GroupMoves, ...]:
-        """Plans the oldest batch, whose rows must fit. `last_step` is the last one entered."""
-        step, train = batch.step, self._trains and batch.kind == "train"
-        counts = [own.num_unique for own in batch.batch.groups]
+    def move(self, bundle: Bundle, last_plan: int) -> tuple[GroupMoves, ...]:
+        """Plans the oldest bundle, whose rows must fit. `last_plan` is the last one entered."""
+        plan, train = bundle.plan, self._trains and bundle.first.kind == "train"
+        counts = list(map(len, bundle.keys))
         starts = [0, *accumulate(counts)]
         slots, keys = np.empty((2, starts[-1]), np.int32), np.empty((2, starts[-1]), np.int64)
         moved = np.zeros((len(counts), NUM_MOVED), np.int64)
-        move_all(self._states, np.array(starts), step, last_step, train, slots, keys, moved)
+        move_all(self._states, np.array(starts), plan, last_plan, train, slots, keys, moved)
         (unique, filled), (fetched, evicted), moves = slots, keys, list[GroupMoves]()
         for (a, b), own in zip(pairwise(starts), moved.tolist(), strict=True):
             num_fetched, num_evicted, num_dirty, fill_after, last = own
@@ -188,15 +197,16 @@ class Level:
                 )
             )
         for g in self._divided:
-            moves[g] = self.groups[g].move(counts[g], step, last_step, train)
+            moves[g] = self.groups[g].move(counts[g], plan, last_plan, train)
         return tuple(moves)
 
 
-def check_capacity(levels: Sequence[Level], batch: Scheduled[BatchRows]) -> None:
-    """Raises ConfigError if the batch does not fit the device. If it fits there, it fits every level."""
-    for index, rows in enumerate(batch.batch.groups):
-        if rows.num_unique > levels[0].groups[index].num_slots:
-            raise ConfigError(refusal(levels, index, batch.step, rows.num_unique))
+def check_capacity(levels: Sequence[Level], bundle: Bundle) -> None:
+    """Raises ConfigError if the bundle, then of a single batch, does not fit the device. If it does, it fits every
+    level."""
+    for index, keys in enumerate(bundle.keys):
+        if len(keys) > levels[0].groups[index].num_slots:
+            raise ConfigError(refusal(levels, index, bundle.first.step, len(keys)))
 
 
 def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> str:
@@ -234,37 +244,37 @@ class AutoHorizon:
 
     Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 
-    `least`: batches known beyond the one being planned at the start. `id_bytes`: the budget for known batches.
+    `least`: bundles known beyond the one being planned at the start. `id_bytes`: the budget for known batches.
     """
 
     def __init__(self, least: int, id_bytes: int) -> None:
-        self.num_batches = least
+        self.num_plans = least
         self._budget_bytes = id_bytes
 
     def grow(self, groups: Sequence[GroupPlanner], known_bytes: int, num_known: int) -> int:
         """Returns the new horizon after a plan. `groups`: of every level. `known_bytes`: bytes of the `num_known`
-        batches known now."""
-        proposed = self.num_batches + max(self._growth(group) for group in groups)
+        bundles known now."""
+        proposed = self.num_plans + max(self._growth(group) for group in groups)
         if proposed * known_bytes <= self._budget_bytes * num_known:
-            self.num_batches = proposed
-        return self.num_batches
+            self.num_plans = proposed
+        return self.num_plans
 
     def _growth(self, group: GroupPlanner) -> int:
         if group.num_slots >= group.group.num_rows:
             return 0
         if group.num_free:
             return WHILE_FILLING
-        return 1 + self.num_batches // SHARE if group.guessed else 0
+        return 1 + self.num_plans // SHARE if group.guessed else 0
 
 
 class RowPlanner:
     """Use from one thread: `add` batches while `wants_batch` is above 0, `end` after the last, `plan` while `ready`.
 
-    groups: every group of the job. slots: of each level, from the device down (`Level`). depth: steps of rows in
-    flight. horizon: batches known beyond the one being planned, or how that number grows; plans use exactly these, so
-    they do not depend on when batches are added. policy: a name in EVICTION_POLICIES. Policies that do not look ahead
-    have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with several levels.
-    num_threads: changes no plan. The caller makes a `barrier` when `checkpoint_due`.
+    groups: every group of the job. slots: of each level, from the device down (`Level`). depth: plans with rows in
+    flight. horizon: bundles known beyond the one being planned, or how that number grows; plans use exactly these, so
+    they do not depend on when batches are added. bundle: the most steps of a plan. policy: a name in EVICTION_POLICIES.
+    Policies that do not look ahead have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with
+    several levels. num_threads: changes no plan. The caller makes a `barrier` when `checkpoint_due`.
     """
 
     def __init__(
@@ -274,6 +284,7 @@ class RowPlanner:
         depth: int,
         horizon: int | AutoHorizon,
         *,
+        bundle: int = 1,
         policy: Policy = "lookahead",
         first_batches: Sequence[Scheduled[Lookups]] = (),
         num_threads: int = 1,
@@ -282,7 +293,8 @@ class RowPlanner:
         for above, below in pairwise(slots):
             assert policy == "lookahead", f"{len(slots)} levels with the policy {policy}"
             assert all(map(operator.le, above, below)), f"a level of {below} slots below one of {above}"
-        assert depth >= 1, f"a depth of {depth} steps"
+        assert depth >= 1, f"a depth of {depth} plans"
+        assert bundle == 1 or EVICTION_POLICIES[policy].looks_ahead, f"{policy} with plans of {bundle} steps"
         self._pool = ThreadPool(num_threads, name="planner")
         grouper = JointGrouper(groups, self._pool)
         self.arranger: Arranger = ShareOfBatch(groups, grouper, rank) if rank.is_divided else WholeBatch(grouper)
@@ -302,7 +314,10 @@ class RowPlanner:
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
-        self.known = Horizon(fixed if self._auto is None else self._auto.num_batches)
+        self.bundle = bundle
+        self.known = Horizon(fixed if self._auto is None else self._auto.num_plans)
+        self._open: list[Scheduled[BatchRows]] = []  # the batches of the next bundle
+        self._next_plan: int | None = None  # the number of the next bundle
         self._write_backs = WriteBackWindow(depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
@@ -329,86 +344,128 @@ class RowPlanner:
         if scheduled.step >= MOST_STEPS:
             raise ConfigError(f"a run has at most {MOST_STEPS} steps; make data.batch_size larger or data.epochs fewer")
         groupings = groupings or self.group(scheduled.batch)
-        # first the lowest, which keeps track of most rows, so that a refusal comes before anything has changed
-        for level in reversed(self.levels):
-            level.enter(groupings, scheduled.step)
         rows = BatchRows(
             size=scheduled.batch.batch_size,
             groups=groupings,
             id_bytes=id_bytes(groupings, len(self.levels)),
         )
-        self.known.append(scheduled.holding(rows))
+        batch = scheduled.holding(rows)
+        steps = [*self._open, batch]
+        if self._open and (self._parts_all(self._open[-1], batch) or not self._fits(steps)):
+            self._enter(self._open)
+            self._open, steps = [], [batch]
+        if len(steps) == self.bundle:
+            self._enter(steps)
+            steps = []
+        self._open, self.known.following = steps, scheduled.step + 1
+
+    def _parts_all(self, before: Scheduled[Any], following: Scheduled[Any]) -> bool:
+        """Returns whether the plans of every rank end between two batches, as there may be a barrier. An interval that
+        becomes known later is a multiple of `bundle` train steps."""
+        is_end = before.kind != following.kind or (
+            following.kind == "train" and following.train_step % self.bundle == 0
+        )
+        return is_end or is_due(self.checkpoint_every, before, following)
+
+    def _fits(self, steps: Sequence[Scheduled[BatchRows]]) -> bool:
+        """Returns whether one plan may serve the steps: if their rows surely take at most half of the slots, so that
+        those of the next plan can enter beside them."""
+        rows = zip(*[own.batch.groups for own in steps], strict=True)
+        return all(
+            2 * sum([own.num_unique for own in of_group]) <= group.num_slots
+            for of_group, group in zip(rows, self.levels[0].groups, strict=True)
+        )
+
+    def _enter(self, steps: Sequence[Scheduled[BatchRows]]) -> None:
+        plan = steps[0].step if self._next_plan is None else self._next_plan
+        bundle = Bundle.of(plan, steps)
+        # first the lowest, which keeps track of most rows, so that a refusal comes before anything has changed
+        for level in reversed(self.levels):
+            level.enter(bundle.keys, plan)
+        self.known.append(bundle)
+        self._next_plan = plan + 1
 
     def end(self) -> None:
+        if self._open:
+            self._enter(self._open)
+            self._open = []
         self.known.end()
 
     @property
     def wants_batch(self) -> int:
-        """The number of batches to add before `ready`; `add` refuses more. 0 once the data has ended."""
-        return self.known.wants
+        """How many batches may be added now; 0 once the next plan can be made, or the data has ended. More than one are
+        wanted only if every plan has one step."""
+        return self.known.wants if self.bundle == 1 else min(1, self.known.wants)
 
     @property
     def horizon(self) -> int:
-        return self.known.num_batches
+        """The batches that may have to be known beyond the next one for a plan."""
+        return (self.known.num_plans + 1) * self.bundle - 1
 
     @property
     def num_known(self) -> int:
-        return self.known.num_known
+        """Of batches."""
+        return self.known.num_batches + len(self._open)
 
     def ready(self) -> bool:
-        """Whether the next step can be planned: there is a batch, and its horizon is complete or the data has ended."""
+        """Whether the next plan can be made: there is a bundle, and its horizon is complete or the data has ended."""
         return self.known.ready
 
     @property
     def checkpoint_due(self) -> bool:
         """Whether the next plan must follow a checkpoint's barrier. The end of the data always has a barrier."""
         before = self._before
-        has_passed = before is not None and self.ready() and is_due(self.checkpoint_every, before, self.known.next)
+        has_passed = (
+            before is not None and self.ready() and is_due(self.checkpoint_every, before, self.known.next.first)
+        )
         return has_passed or self.evaluated
 
     @property
     def evaluated(self) -> bool:
         """Whether an evaluation that ends with a checkpoint is over."""
-        has_ended = self.evaluating and self.ready() and self.known.next.kind == "train"
+        has_ended = self.evaluating and self.ready() and self.known.next.first.kind == "train"
         return has_ended and self.saves_evaluations
 
-    def plan(self) -> StepPlan:
-        """Plans the next step.
+    def plan(self) -> PlannedSteps:
+        """Makes the next plan.
 
         Raises ConfigError, with nothing changed, if a group has fewer slots than the batch has rows.
         """
-        known = self.known.next
         moves = self.move()
-        plans = tuple(
-            self.arranger.plan(group, rows, of_levels, known.kind == "train")
-            for group, (rows, *of_levels) in enumerate(zip(known.batch.groups, *moves.levels, strict=True))
-        )
+        steps = tuple(self._step(number, moves) for number in range(len(moves.bundle.steps)))
+        return PlannedSteps(plan=moves.bundle.plan, after_plan=moves.after_plan, steps=steps)
+
+    def _step(self, number: int, moves: PlanMoves) -> StepPlan:
+        step, places = moves.bundle.steps[number], moves.bundle.places[number]
+        of_groups = zip(step.batch.groups, places, *moves.levels, strict=True)
         return StepPlan(
-            step=known.step,
-            kind=known.kind,
-            train_step=known.train_step,
-            epoch=known.epoch,
-            batch_size=known.batch.size,
-            after_step=moves.after_step,
-            groups=plans,
+            step=step.step,
+            kind=step.kind,
+            train_step=step.train_step,
+            epoch=step.epoch,
+            batch_size=step.batch.size,
+            groups=tuple(
+                self.arranger.plan(group, rows, moves_of(number, own, of_levels), step.kind == "train")
+                for group, (rows, own, *of_levels) in enumerate(of_groups)
+            ),
         )
 
-    def move(self) -> StepMoves:
+    def move(self) -> PlanMoves:
         """Plans like `plan`, but makes no array with an element per look-up."""
-        known = self.known.next
-        check_capacity(self.levels, known)
-        moves = tuple(level.move(known, self.known.last_step) for level in self.levels)
-        after_step = self._write_backs.after_step(known.step, moves[0], self.known.num_batches)
+        bundle, known = self.known.next, self.known
+        check_capacity(self.levels, bundle)
+        moves = tuple(level.move(bundle, known.last_plan) for level in self.levels)
+        after_plan = self._write_backs.after_plan(bundle.plan, moves[0], known.num_plans)
         if self._auto is not None:
             groups = [group for level in self.levels for group in level.groups]
-            self.known.num_batches = self._auto.grow(groups, self.known.id_bytes, self.known.num_known)
-        self.known.advance()
-        self._last_planned, self._before, self.evaluating = known.step, known, known.kind == "eval"
-        self.counters.count(sum([grouping.num_lookups for grouping in known.batch.groups]), moves[0])
-        return StepMoves(step=known.step, after_step=after_step, levels=moves)
+            known.num_plans = self._auto.grow(groups, known.id_bytes, len(known.bundles))
+        known.advance()
+        self._last_planned, self._before, self.evaluating = bundle.plan, bundle.last, bundle.first.kind == "eval"
+        self.counters.count(bundle, moves[0])
+        return PlanMoves(bundle=bundle, after_plan=after_plan, levels=moves)
 
     def barrier(self, reason: str, finished: bool) -> BarrierPlan:
-        """Returns a barrier after the last planned step. After it, every row is in the store, or
+        """Returns a barrier after the last plan. After it, every row is in the store, or
         clean in a slot."""
         dirty = tuple(group.clean() for group in self.levels[0].groups)
         self._write_backs.settle(self._last_planned)
@@ -416,13 +473,32 @@ class RowPlanner:
         self._before, self.evaluating = None, False
         self.counters.rows_flushed += sum(map(len, dirty))
         return BarrierPlan(
-            barrier=self._num_barriers - 1, after_step=self._last_planned, dirty=dirty, reason=reason, finished=finished
+            barrier=self._num_barriers - 1, after_plan=self._last_planned, dirty=dirty, reason=reason, finished=finished
         )
 
     @property
     def occupancy(self) -> tuple[Occupancy, ...]:
         """Resident, dirty and free slots of each group on the device."""
         return tuple(group.occupancy for group in self.levels[0].groups)
+
+
+def moves_of(number: int, places: Places, moves: Sequence[GroupMoves]) -> list[GroupMoves]:
+    """Returns what a group's moves are to a step of the plan: its own slots; to the first one also what moves."""
+    device, *below = moves
+    slots = device.unique_slots[places]
+    if number == 0:
+        return [replace(device, unique_slots=slots), *below]
+    return [
+        GroupMoves(
+            unique_slots=slots,
+            fetch_slots=NO_SLOTS,
+            fetch_keys=NO_ROWS,
+            evict_keys=NO_ROWS,
+            num_dirty=0,
+            fill_after=None,
+            last_evicted=None,
+        )
+    ]
 
 
 def is_due(every: CheckpointInterval, before: Scheduled[BatchRows], following: Scheduled[BatchRows]) -> bool:
@@ -436,18 +512,18 @@ class WriteBackWindow:
 
     def __init__(self, depth: int) -> None:
         self._depth = depth
-        # step, keys of each group's dirty victims
+        # plan, keys of each group's dirty victims
         self._recent: deque[tuple[int, tuple[I64, ...]]] = deque(maxlen=depth)
         self._settled: int | None = None
 
-    def after_step(self, step: int, moves: tuple[GroupMoves, ...], horizon: int) -> int | None:
+    def after_plan(self, plan: int, moves: tuple[GroupMoves, ...], horizon: int) -> int | None:
         """Returns the last of these plans that evicted a row which this one fetches.
 
         With a horizon of at least `depth`, such a row had a known next use when it left, and its occurrence has the
-        step. With a shorter horizon, keys are compared.
+        plan. With a shorter horizon, keys are compared.
         """
         if horizon >= self._depth:
-            least = max(step - self._depth, 0 if self._settled is None else self._settled + 1)
+            least = max(plan - self._depth, 0 if self._settled is None else self._settled + 1)
             return max(
                 (m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None
             )
@@ -455,14 +531,14 @@ class WriteBackWindow:
         found = (
             e for e, keys in reversed(self._recent) if any(share_key(*pair) for pair in zip(fetched, keys, strict=True))
         )
-        after_step = next(found, None)
-        self._recent.append((step, tuple(group_moves.evict_keys[: group_moves.num_dirty] for group_moves in moves)))
-        return after_step
+        after_plan = next(found, None)
+        self._recent.append((plan, tuple(group_moves.evict_keys[: group_moves.num_dirty] for group_moves in moves)))
+        return after_plan
 
-    def settle(self, step: int | None) -> None:
-        """Notes that all rows evicted up to `step` are home."""
+    def settle(self, plan: int | None) -> None:
+        """Notes that all rows evicted up to `plan` are home."""
         self._recent.clear()
-        self._settled = step
+        self._settled = plan
 
 
 def groupers_of(groups: tuple[GroupSpec, ...], pool: ThreadPool | None = None) -> tuple[Grouper, ...]:
@@ -484,7 +560,8 @@ def job_planner(
         groups,
         slots,
         job.lookahead.depth,
-        job_horizon(job.lookahead),
+        job_horizon(job.lookahead, job.bundle),
+        bundle=job.bundle,
         policy=job.cache.policy,
         first_batches=first_batches,
         num_threads=num_threads,
@@ -495,10 +572,9 @@ def job_planner(
     return planner
 
 
-def job_horizon(lookahead: Lookahead) -> int | AutoHorizon:
-    if lookahead.horizon == "auto":
-        return AutoHorizon(lookahead.horizon_batches, parse_bytes(lookahead.id_bytes))
-    return lookahead.horizon_batches
+def job_horizon(lookahead: Lookahead, bundle: int) -> int | AutoHorizon:
+    plans = max(lookahead.depth, -(-lookahead.horizon_batches // bundle))
+    return AutoHorizon(plans, parse_bytes(lookahead.id_bytes)) if lookahead.horizon == "auto" else plans
 
 
 @compiled_loop

@@ -431,7 +431,7 @@ class PrefetcherRun:
     def _gauges(self) -> PrefetcherGauges:
         size_bytes, free_bytes = shared_memory()
         idle = PrefetcherGauges(
-            depth_steps=self.job.lookahead.depth,
+            depth_plans=self.job.lookahead.depth,
             checkpoint_every_steps=train_steps_of(self.job.checkpoint.interval),
             slots=[SlotStates(0, 0, 0)] * len(self.groups),
             shared_memory_size_bytes=size_bytes,

@@ -20,13 +20,13 @@ class SlotStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetcherGauges(Gauges[Queue]):
-    depth_steps: int
+    depth_plans: int
     checkpoint_every_steps: int  # train steps
     slots: Sequence[SlotStates]  # one per group
-    in_flight_steps: int = 0
+    in_flight_plans: int = 0
     horizon_batches: int = 0
     known_batches: int = 0
-    write_back_lag_steps: int = 0
+    write_back_lag_plans: int = 0
     shared_memory_size_bytes: int = 0
     shared_memory_free_bytes: int = 0
     stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
@@ -51,19 +51,19 @@ def gauges_of(engine: PrefetcherEngine, idle: PrefetcherGauges, queued: int) -> 
         ring_used_bytes=engine.fetch_ring.used_bytes,
         ring_size_bytes=engine.welcome.fetch_ring.nbytes,
         frames_refused=engine.conversation.frames_refused,
-        in_flight_steps=steps_between(engine.fetcher.done_through, engine.fetcher.sent_through),
-        horizon_batches=engine.planner.horizon,
+        in_flight_plans=plans_between(engine.fetcher.done_through, engine.fetcher.sent_through),
+        horizon_batches=engine.planner.known.num_plans * engine.planner.bundle,
         known_batches=engine.planner.num_known,
         slots=[
             SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty)
             for g in engine.planner.occupancy
         ],
-        write_back_lag_steps=steps_between(engine.writeback.applied_through, engine.fetcher.done_through),
+        write_back_lag_plans=plans_between(engine.writeback.applied_through, engine.fetcher.done_through),
     )
 
 
-def steps_between(older: int | None, newer: int | None) -> int:
-    """Returns the steps after `older` up to `newer`; None: before step 0."""
+def plans_between(older: int | None, newer: int | None) -> int:
+    """Returns the plans after `older` up to `newer`; None: before plan 0."""
     return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))
 
 

@@ -1,7 +1,8 @@
 """Chooses what the job file leaves open: the planner's threads, and the bytes of the rings and of staging.
 
 Rings and staging are sized by a *typical plan*: the rows that the first batches need for the first time, per batch, and
-the arrays that come with them. A larger plan, such as the first one, is cut into more pieces.
+the arrays that come with them, for all steps that a plan may serve. A larger plan, such as the first one, is cut into
+more pieces.
 
     each ring      depth + 1 typical plans: all that may be in flight
     staging        the rows of two typical plans, each way: one is used while the next one arrives
@@ -12,7 +13,7 @@ wait to leave until all rows of their step are home (`tier_reserve`).
 
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rowcast.job.schema import MIN_RING_BYTES, Job
@@ -57,7 +58,7 @@ TIER_BUFFER_BYTES = 16 * 2**20  # of each group: rows that are read, written and
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Typical:
-    """Bytes of a typical plan, estimated from the first batches."""
+    """Bytes of a typical plan, or of a step of it, estimated from the first batches."""
 
     rows: int
     arrays: int
@@ -90,9 +91,10 @@ def sizes(
     job: Job, groups: Sequence[GroupSpec], measured: Sequence[ScheduledBatch], depth: int, rank: Rank = UNDIVIDED
 ) -> Sizes:
     """Sizes for a run of the job, from its first batches. Raises ConfigError if the smallest rings do not fit."""
-    typical, transport = typical_plan(groups, measured, rank), job.transport
+    of_step, transport = typical_plan(groups, measured, rank), job.transport
     of_samples = max((input_bytes(job, scheduled.batch, rank) for scheduled in measured), default=0)
-    typical = replace(typical, arrays=typical.arrays + int(ARRAYS_SPARE * of_samples))
+    arrays = of_step.arrays + int(ARRAYS_SPARE * of_samples)
+    typical = Typical(rows=job.bundle * of_step.rows, arrays=job.bundle * arrays)
     ring_bytes = (
         transport.mirror_bytes
         if transport.is_tcp
@@ -104,7 +106,7 @@ def sizes(
 def typical_plan(
     groups: Sequence[GroupSpec], measured: Sequence[Scheduled[Lookups]], rank: Rank = UNDIVIDED
 ) -> Typical:
-    """`measured`: at most the first MEASURED_BATCHES of the run. `rank`: whose plan."""
+    """Returns those of a step. `measured`: at most the first MEASURED_BATCHES of the run. `rank`: whose plan."""
     if not measured:
         return Typical(rows=0, arrays=0)
     touched = measure(tuple(groups), measured, rank)
@@ -262,8 +264,8 @@ def tier_reserve(
     job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank = UNDIVIDED
 ) -> tuple[int, ...]:
     """Returns the rows of each group that may wait to leave: those of all typical plans that can be in flight."""
-    touched, plans_under_way = measure(groups, measured, rank), 3 * job.lookahead.depth + 4
-    return tuple(plans_under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
+    touched, under_way = measure(groups, measured, rank), (3 * job.lookahead.depth + 4) * job.bundle
+    return tuple(under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
 
 
 def tier_rows(

@@ -69,7 +69,7 @@ def plan_and_move() -> None:
             plan = planner.plan()
             fetched = [
                 (group.index, rows.fetch_keys, np.empty((len(rows.fetch_keys), group.record_bytes), np.uint8))
-                for group, rows in zip(groups, plan.groups, strict=True)
+                for group, rows in zip(groups, plan.move, strict=True)
             ]
             for tickets in (all_stores.read(fetched), all_stores.write(fetched), all_stores.read(fetched)):
                 for ticket in tickets:
@@ -147,9 +147,9 @@ def move_between_tiers(folder: Path) -> None:
     planner.end()
     while planner.ready():
         plan = planner.plan()
-        [moves] = plan.groups
-        store.stage(plan.step, moves)
-        while store.advance(plan.step - 1):
+        [moves] = plan.move
+        store.stage(plan.plan, moves)
+        while store.advance(plan.plan - 1):
             pass
         finish(store.write(moves.fetch_keys, records[: len(moves.fetch_keys)]))
     store.begin(0)

@@ -80,14 +80,14 @@ OF_BOTH = {
     "rowcast_frames_refused_total": "Messages and callers turned away: not allowed, not known or not whole.",
 }
 OF_PREFETCHER = {
-    "rowcast_depth_steps": "Steps whose rows may be in flight.",
-    "rowcast_in_flight_steps": "Steps sent whose StepDone has not come.",
+    "rowcast_depth_plans": "Plans whose rows may be in flight.",
+    "rowcast_in_flight_plans": "Plans sent whose PlanDone has not come.",
     "rowcast_horizon_batches": "Batches of ids that a plan looks ahead.",
     "rowcast_known_batches": "Batches of ids known now beyond the newest plan.",
     "rowcast_slots_free{group}": "Slots that hold no row.",
     "rowcast_slots_clean{group}": "Slots whose row has the value of the store.",
     "rowcast_slots_dirty{group}": "Slots whose row was trained since its fill.",
-    "rowcast_write_back_lag_steps": "Steps between the newest one done and the newest one in the store.",
+    "rowcast_write_back_lag_plans": "Plans between the newest one done and the newest one in the store.",
     "rowcast_tier_rows{group,tier}": "Rows that lie in a tier of the store.",
     "rowcast_tier_reads_total{group,tier}": (
         "Rows that were asked of the store, by where they lay; untouched: nowhere, as they were never trained."

@@ -77,7 +77,7 @@ class Home:
             ring=RingWriter(rings[1]),
             writeback=self.writeback,
             counters=counters,
-            limits=Limits(depth=1, first_step=0, staging_bytes=2**10),
+            limits=Limits(depth=1, first_plan=0, staging_bytes=2**10),
             send=self.sent.append,
         )
 
@@ -87,7 +87,7 @@ class Home:
         space.payload[:] = np.frombuffer(record(value), np.uint8)
         ref = self.ring.commit(space, plan_stamp(0, 0), checksum=False)
         rows = (RowSpan(group=0, start=0, count=1, offset=0),)
-        self.writeback.accept(RowsBack(step=0, barrier=None, piece=0, last=True, payload=ref, rows=rows))
+        self.writeback.accept(RowsBack(plan=0, barrier=None, piece=0, last=True, payload=ref, rows=rows))
 
     def turn(self) -> int:
         """Returns how many writes were open at once."""

@@ -20,7 +20,7 @@ from tests.checkpoints.faulty import Failure, FaultyDisk
 def found(seconds: float, step_s: float, *, start: int = 0, ahead: int = 10) -> tuple[int, int]:
     """(train steps between checkpoints, steps done when that was known) of a run whose every step takes so long."""
     now = [0.0]
-    meter = PaceMeter(seconds, start, lambda: now[0])
+    meter = PaceMeter(seconds, start, 1, lambda: now[0])
     for done in range(100_000):
         steps = meter.steps(done, start + done + ahead)
         if steps is not None:
@@ -74,7 +74,7 @@ def test_no_rank_has_planned_beyond_a_checkpoint_when_the_first_one_knows_the_in
     seconds: float, start: int, ahead: int
 ) -> None:
     now, late = [0.0], 0
-    pace = RankPace(seconds, start, ahead, lambda: now[0])
+    pace = RankPace(seconds, start, ahead, 1, lambda: now[0])
     other = AwaitedPace(lambda: None, ahead)
     steps = None
     for done in range(0, 1000, ahead):  # as coarse as it can be seen

@@ -104,8 +104,8 @@ class HostileRun:
 
 def array_of(message: AnyMessage, content: Bytes, name: str) -> npt.NDArray[Any] | None:
     """A view of one array in a plan's or barrier's payload; None where it has none, or an empty one."""
-    plan = getattr(message, "plan", None)
-    specs: tuple[ArraySpec, ...] = plan.arrays if plan is not None else getattr(message, "arrays", None) or ()
+    steps = getattr(message, "steps", ())
+    specs: tuple[ArraySpec, ...] = steps[0].arrays if steps else getattr(message, "arrays", None) or ()
     if not isinstance(specs, tuple):
         return None
     spec = next((spec for spec in specs if spec.name == name), None)

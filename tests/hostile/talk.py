@@ -13,15 +13,15 @@ from rowcast.protocol.messages import (
     DensePiece,
     Flush,
     GroupHeader,
-    PlanHeader,
+    PlanDone,
+    PlanReady,
     Released,
     Replica,
     Restore,
     RowsBack,
     RowSpan,
     Saved,
-    StepDone,
-    StepReady,
+    StepHeader,
     StopRequest,
 )
 from rowcast.protocol.session import PREFETCHER, TRAINER
@@ -75,12 +75,12 @@ class Talk:
             while self.open:
                 self.pay()
             self.one_barrier()
-        self.say(PREFETCHER, sample_messages.end_of_data(self.last_step))
+        self.say(PREFETCHER, sample_messages.end_of_data(self.last_plan))
         self.said += self.draw(st.permutations([(PREFETCHER, Bye()), (TRAINER, Bye())]))
         return self.said
 
     @property
-    def last_step(self) -> int | None:
+    def last_plan(self) -> int | None:
         return self.next_step - 1 if self.next_step else None
 
     def one_step(self) -> None:
@@ -91,7 +91,7 @@ class Talk:
         plan = self.plan(fetch, dirty)
         self.say(PREFETCHER, *self.plan_pieces(plan, fetch))
         owed: list[AnyMessage] = [*self.rows_home(dirty, self.next_step, None)]
-        self.open.append(Open(self.next_step, [*owed, sample_messages.step_done(self.next_step)]))
+        self.open.append(Open(self.next_step, [*owed, sample_messages.plan_done(self.next_step)]))
         self.next_step += 1
 
     def pay(self) -> None:
@@ -101,7 +101,7 @@ class Talk:
         if not oldest.owed:
             self.open.pop(0)
 
-    def plan(self, fetch: list[int], dirty: list[int]) -> PlanHeader:
+    def plan(self, fetch: list[int], dirty: list[int]) -> StepHeader:
         groups = tuple(
             GroupHeader(
                 num_lookups=20,
@@ -118,7 +118,7 @@ class Talk:
         dirty[:] = [group.num_dirty for group in groups]
         return change(sample_messages.plan(self.next_step), groups=groups)
 
-    def plan_pieces(self, plan: PlanHeader, fetch: list[int]) -> Iterator[StepReady]:
+    def plan_pieces(self, plan: StepHeader, fetch: list[int]) -> Iterator[PlanReady]:
         """The block in one or two pieces, then the rows behind it or in pieces of their own."""
         cut = self.draw(st.sampled_from((0, 64, 192)))
         spans = [ArraySpan(offset=0, nbytes=cut), ArraySpan(offset=cut, nbytes=256 - cut)][0 if cut else 1 :]
@@ -127,26 +127,26 @@ class Talk:
         behind = bool(rows) and self.draw(st.booleans())
         parts = [*parts, (rows, None)] if behind else [*parts[:-1], (rows, spans[-1])]
         for piece, (part, span) in enumerate(parts):
-            yield StepReady(
-                step=self.next_step,
+            yield PlanReady(
+                plan=self.next_step,
                 piece=piece,
                 num_pieces=len(parts),
-                plan=plan if piece == 0 else None,
+                steps=(plan,) if piece == 0 else (),
                 payload=sample_messages.ref(4096),
                 arrays=span,
                 rows=tuple(part),
             )
 
-    def rows_home(self, counts: list[int], step: int | None, barrier: int | None) -> Iterator[RowsBack]:
+    def rows_home(self, counts: list[int], plan: int | None, barrier: int | None) -> Iterator[RowsBack]:
         spans = spans_of(counts)
         pieces = [[span] for span in spans] if self.draw(st.booleans()) else [spans]
         if not spans and barrier is not None:
-            yield RowsBack(step=step, barrier=barrier, piece=0, last=True, payload=None, rows=())
+            yield RowsBack(plan=plan, barrier=barrier, piece=0, last=True, payload=None, rows=())
         elif spans:
             for piece, own in enumerate(pieces):
                 last = piece == len(pieces) - 1
                 yield RowsBack(
-                    step=step,
+                    plan=plan,
                     barrier=barrier,
                     piece=piece,
                     last=last,
@@ -155,7 +155,7 @@ class Talk:
                 )
 
     def one_barrier(self) -> None:
-        after, dirty = self.last_step, [self.number(0, 3) for _ in range(GROUPS)]
+        after, dirty = self.last_plan, [self.number(0, 3) for _ in range(GROUPS)]
         checkpoint = self.draw(st.booleans())
         first = change(
             sample_messages.flush(self.next_barrier, after, checkpoint, (2, 1)),
@@ -246,7 +246,7 @@ def field_breach(
 
 def rows_breach(name: str, by: int, sentence: str) -> Breach:
     def broken(message: AnyMessage) -> AnyMessage | None:
-        if not isinstance(message, StepReady | RowsBack) or not message.rows:
+        if not isinstance(message, PlanReady | RowsBack) or not message.rows:
             return None
         first = message.rows[0]
         return change(message, rows=(change(first, **{name: getattr(first, name) + by}), *message.rows[1:]))
@@ -254,11 +254,11 @@ def rows_breach(name: str, by: int, sentence: str) -> Breach:
     return Breach(f"{name} of the first rows", broken, sentence)
 
 
-PIECES = (StepReady, Flush, Saved, Restore)
+PIECES = (PlanReady, Flush, Saved, Restore)
 BREACHES: tuple[Breach, ...] = (
-    field_breach((StepReady,), "step", lambda n: n + 2**40, "step .* is beyond 2.40"),
+    field_breach((PlanReady,), "plan", lambda n: n + 2**40, "plan .* is beyond 2.40"),
     field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
-    field_breach((RowsBack, StepDone), "step", lambda n: n + 1, "step"),
+    field_breach((RowsBack, PlanDone), "plan", lambda n: n + 1, "plan"),
     field_breach((RowsBack, Saved, Replica), "barrier", lambda n: n + 1, "barrier"),
     field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
     field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
@@ -267,12 +267,12 @@ BREACHES: tuple[Breach, ...] = (
     field_breach((Restore,), "nbytes", lambda n: n + 1, "bytes came, but .* were announced"),
     field_breach((RowsBack,), "rows", lambda n: (), "without|ended after|came home|announced"),
     field_breach(
-        (StepReady, RowsBack, Flush, Saved, Restore),
+        (PlanReady, RowsBack, Flush, Saved, Restore),
         "payload",
         lambda n: None,
         "without a payload|is no message|brings nothing",
     ),
-    field_breach((StepDone,), "rank", lambda n: -1, r"Expected `int` >= 0 - at `.*rank`"),
+    field_breach((PlanDone,), "rank", lambda n: -1, r"Expected `int` >= 0 - at `.*rank`"),
     field_breach((Released,), "position", lambda n: -1, r"Expected `int` >= 0 - at `.*position`"),
     rows_breach("start", 1, "continue at"),
     rows_breach("group", GROUPS, "travel, but there are 2 groups"),

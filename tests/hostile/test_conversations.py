@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rowcast.protocol.messages import AnyMessage, Envelope, RowsBack, StepReady, Welcome
+from rowcast.protocol.messages import AnyMessage, Envelope, PlanReady, RowsBack, Welcome
 from rowcast.protocol.session import PREFETCHER, ROLES, TABLE, TRAINER, Session, State
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.hostile.ends import numbered, remembered
@@ -104,27 +104,27 @@ def test_a_trainer_sent_steps_without_end_remembers_no_more_than_depth_allows(de
     session.encode(sample_messages.hello())
     session.decode(numbered(session, sample_messages.welcome(3, depth)))
     for step in range(1, depth + 2):
-        session.decode(numbered(session, sample_messages.step_ready(step)))
+        session.decode(numbered(session, sample_messages.plan_ready(step)))
     size = len(remembered(session))
     assert size <= WORDS + WORDS_A_STEP * (depth + 1)
     for step in range(depth + 2, depth + 22):
         refuse(
             session,
-            numbered(session, sample_messages.step_ready(step)),
-            f"before step 1 was done, at depth {depth}|instead of",
+            numbered(session, sample_messages.plan_ready(step)),
+            f"before plan 1 was done, at depth {depth}|instead of",
         )
     assert len(remembered(session)) == size
 
 
 def test_pieces_that_bring_nothing_are_refused_so_that_nobody_is_kept_busy_by_them() -> None:
     pair = make_pair()
-    empty = RowsBack(step=1, barrier=None, piece=0, last=False, payload=None, rows=())
+    empty = RowsBack(plan=1, barrier=None, piece=0, last=False, payload=None, rows=())
     say(
         pair,
         (TRAINER, sample_messages.hello()),
         (PREFETCHER, sample_messages.welcome(3)),
-        (PREFETCHER, sample_messages.step_pieces(1)[0]),
+        (PREFETCHER, sample_messages.plan_pieces(1)[0]),
     )
     refuse(pair[PREFETCHER], numbered(pair[PREFETCHER], empty), "piece 0 of rows came home without any")
-    nothing = StepReady(step=1, piece=1, num_pieces=3, plan=None, payload=None, arrays=None, rows=())
+    nothing = PlanReady(plan=1, piece=1, num_pieces=3, steps=(), payload=None, arrays=None, rows=())
     refuse(pair[TRAINER], numbered(pair[TRAINER], nothing), "piece 1 of 3 brings nothing")

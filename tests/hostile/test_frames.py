@@ -146,13 +146,13 @@ PLAN = {
     "arrays": [SPEC],
     "arrays_bytes": 1,
 }
-READY = {"type": "StepReady", "step": 0, "piece": 0, "num_pieces": 1, "payload": None, "arrays": None, "rows": []}
+READY = {"type": "PlanReady", "plan": 0, "piece": 0, "num_pieces": 1, "payload": None, "arrays": None, "rows": []}
 ROW = {"group": 0, "start": 0, "count": 1, "offset": 0}
 HUGE: dict[str, bytes] = {
-    "a shape of 400,000 dimensions": encode([3, 0, {**READY, "plan": PLAN}]),
-    "70,000 spans of rows": encode([3, 0, {**READY, "plan": None, "rows": [ROW] * 70_000}]),
+    "a shape of 400,000 dimensions": encode([3, 0, {**READY, "steps": [PLAN]}]),
+    "70,000 spans of rows": encode([3, 0, {**READY, "steps": [], "rows": [ROW] * 70_000}]),
     "4 million nils": encode([3, 0, [None] * 4_000_000]),
-    "a million groups": encode([3, 0, {**READY, "plan": {**PLAN, "arrays": [], "groups": [0] * 1_000_000}}]),
+    "a million groups": encode([3, 0, {**READY, "steps": [{**PLAN, "arrays": [], "groups": [0] * 1_000_000}]}]),
     "4 million wide characters": encode([3, 0, {"type": "StopRequest", "reason": "é" * 2_000_000}]),
     "2 million levels": b"\x93\x03\x00" + b"\x91" * 2_000_000,
     "2 million levels of maps": b"\x93\x03\x00" + b"\x81\xa1a" * 1_300_000,

@@ -21,14 +21,14 @@ from rowcast.protocol.messages import (
     ArraySpec,
     Envelope,
     Flush,
-    PlanHeader,
+    PlanDone,
+    PlanReady,
     Released,
     Restore,
     RingRef,
     RowsBack,
     Saved,
-    StepDone,
-    StepReady,
+    StepHeader,
 )
 from rowcast.protocol.plan_layout import GROUP_ARRAYS
 from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER
@@ -49,7 +49,7 @@ change = msgspec.structs.replace
 
 
 def in_array(
-    name: str, write: Callable[["np.ndarray[tuple[int], np.dtype[np.int32]]"], None], kind: type = StepReady
+    name: str, write: Callable[["np.ndarray[tuple[int], np.dtype[np.int32]]"], None], kind: type = PlanReady
 ) -> Lie:
     def lie(message: AnyMessage, content: Bytes) -> AnyMessage | None:
         own = array_of(message, content, name) if isinstance(message, kind) else None
@@ -73,14 +73,14 @@ def field_of(kind: type[AnyMessage], changed: Callable[[AnyMessage], AnyMessage 
     return lambda message, content: changed(message) if isinstance(message, kind) else None
 
 
-def in_plan(changed: Callable[[PlanHeader], PlanHeader]) -> Lie:
+def in_plan(changed: Callable[[StepHeader], StepHeader]) -> Lie:
     return field_of(
-        StepReady, lambda m: change(m, plan=changed(m.plan)) if isinstance(m, StepReady) and m.plan else None
+        PlanReady, lambda m: change(m, steps=(changed(m.steps[0]),)) if isinstance(m, PlanReady) and m.steps else None
     )
 
 
 def in_group(**changes: Callable[[Any], Any]) -> Lie:
-    def changed(plan: PlanHeader) -> PlanHeader:
+    def changed(plan: StepHeader) -> StepHeader:
         first = plan.groups[0]
         return change(
             plan,
@@ -94,7 +94,7 @@ def in_group(**changes: Callable[[Any], Any]) -> Lie:
 
 
 def in_spec(array: str, **changes: object) -> Lie:
-    def changed(plan: PlanHeader) -> PlanHeader:
+    def changed(plan: StepHeader) -> StepHeader:
         return change(
             plan, arrays=tuple(change(spec, **changes) if spec.name == array else spec for spec in plan.arrays)
         )
@@ -163,7 +163,7 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
         in_group(num_lookups=lambda n: 10**6, num_unique=lambda n: 10**6),
         "touches 1000000 rows of group 0, which has",
     ),
-    "fewer rows": (in_group(num_unique=lambda n: n - 1), "unique_slots should be i4|rows are fetched for a batch of"),
+    "fewer rows": (in_group(num_unique=lambda n: n - 1), "unique_slots should be i4"),
     "another batch size": (in_plan(lambda plan: change(plan, batch_size=63)), "look-ups in .* bags of one"),
     "no batch": (in_plan(lambda plan: change(plan, batch_size=0)), "has an empty batch"),
     "a batch without end": (in_plan(lambda plan: change(plan, batch_size=2**61)), "look-ups in|bags"),
@@ -185,21 +185,21 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     ),
     "more dirty victims": (
         in_group(num_dirty=lambda n: n + 1, num_evict=lambda n: n + 1),
-        "victims make room|rows are fetched|without a step",
+        "victims make room|rows are fetched|without a plan",
     ),
-    "a piece far outside the ring": (in_ref(StepReady, moved(2**40)), "does not follow the one that ended at"),
-    "a piece over the one before": (in_ref(StepReady, moved(-64)), "does not follow the one that ended at|overlaps"),
+    "a piece far outside the ring": (in_ref(PlanReady, moved(2**40)), "does not follow the one that ended at"),
+    "a piece over the one before": (in_ref(PlanReady, moved(-64)), "does not follow the one that ended at|overlaps"),
     "a piece longer than its bytes": (
-        in_ref(StepReady, lambda r: change(r, nbytes=r.nbytes + 64, end=r.end + 64)),
+        in_ref(PlanReady, lambda r: change(r, nbytes=r.nbytes + 64, end=r.end + 64)),
         "bytes of payload instead of",
     ),
     "a piece longer than half the ring": (
-        in_ref(StepReady, lambda r: change(r, nbytes=2**40, end=r.end + 2**40)),
+        in_ref(PlanReady, lambda r: change(r, nbytes=2**40, end=r.end + 2**40)),
         "bytes of payload instead of",
     ),
-    "a piece that ends elsewhere": (in_ref(StepReady, lambda r: change(r, end=r.end + 64)), "cannot go from"),
-    "rows of a group that is not there": (in_rows(StepReady, 0, group=9), "rows of group 9"),
-    "rows over others": (in_rows(StepReady, 1, offset=2**20), "beyond their payload|end at"),
+    "a piece that ends elsewhere": (in_ref(PlanReady, lambda r: change(r, end=r.end + 64)), "cannot go from"),
+    "rows of a group that is not there": (in_rows(PlanReady, 0, group=9), "rows of group 9"),
+    "rows over others": (in_rows(PlanReady, 1, offset=2**20), "beyond their payload|end at"),
     "rows on top of each other": (lambda m, c: rows_on_top(m), "overlap those that end at"),
     "slots of a barrier outside": (in_array("0.slots", at(0, 10**7), Flush), "barrier 0: 0.slots holds 10000000"),
     "slots of a barrier twice": (in_array("0.slots", same, Flush), "barrier 0: 0.slots names a slot twice"),
@@ -273,21 +273,21 @@ TRAINER_LIES: dict[str, tuple[Lie, str]] = {
         field_of(RowsBack, lambda m: change(m, payload=None)),
         "announced without a payload|of payload instead of",
     ),
-    "rows of another step": (
-        field_of(RowsBack, lambda m: change(m, step=m.step + 9) if isinstance(m, RowsBack) and m.step else None),
-        "rows of step",
+    "rows of another plan": (
+        field_of(RowsBack, lambda m: change(m, plan=m.plan + 9) if isinstance(m, RowsBack) and m.plan else None),
+        "rows of plan",
     ),
     "rows of another barrier": (
         field_of(RowsBack, lambda m: change(m, barrier=9)),
         "RowsBack .barrier, last|rows of barrier 9",
     ),
     "rows far outside the ring": (in_ref(RowsBack, moved(2**40)), "does not follow the one that ended at"),
-    "a step done twice": (
-        field_of(StepDone, lambda m: change(m, step=m.step - 1) if isinstance(m, StepDone) and m.step else None),
+    "a plan done twice": (
+        field_of(PlanDone, lambda m: change(m, plan=m.plan - 1) if isinstance(m, PlanDone) and m.plan else None),
         "is reported done while",
     ),
-    "a step done early": (
-        field_of(StepDone, lambda m: change(m, step=m.step + 1) if isinstance(m, StepDone) else None),
+    "a plan done early": (
+        field_of(PlanDone, lambda m: change(m, plan=m.plan + 1) if isinstance(m, PlanDone) else None),
         "is reported done",
     ),
     "space given back that is not held": (
@@ -306,7 +306,7 @@ TRAINER_LIES: dict[str, tuple[Lie, str]] = {
 
 
 def rows_on_top(message: AnyMessage) -> AnyMessage | None:
-    if not isinstance(message, StepReady) or len(message.rows) < 2 or message.rows[0].count < 3:
+    if not isinstance(message, PlanReady) or len(message.rows) < 2 or message.rows[0].count < 3:
         return None
     first, second = message.rows[:2]
     return change(message, rows=(first, change(second, offset=first.offset + -(-first.count // 64) * 64)))
@@ -350,17 +350,17 @@ def test_a_bad_plan_is_refused_where_it_arrives_and_not_by_the_thread_that_issue
 
 def with_a_dirty_victim(message: AnyMessage) -> AnyMessage | None:
     """One more than the plan has, in the slot of a row that none makes room for."""
-    if not isinstance(message, StepReady) or message.plan is None:
+    if not isinstance(message, PlanReady) or not message.steps:
         return None
-    first, *others = message.plan.groups
+    first, *others = message.steps[0].groups
     if not 0 < first.num_dirty == first.num_evict < first.num_fetch:
         return None
     first = change(first, num_evict=first.num_evict + 1, num_dirty=first.num_dirty + 1)
-    return change(message, plan=change(message.plan, groups=(first, *others)))
+    return change(message, steps=(change(message.steps[0], groups=(first, *others)),))
 
 
 def test_a_victim_that_the_planner_did_not_choose_is_refused_when_it_comes_home() -> None:
-    check_refused(PREFETCHER, field_of(StepReady, with_a_dirty_victim), "travels, but there are", good=0)
+    check_refused(PREFETCHER, field_of(PlanReady, with_a_dirty_victim), "travels, but there are", good=0)
 
 
 @pytest.mark.parametrize("name", [name for name, layout in GROUP_ARRAYS.items() if layout.dtype == "i4"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rowcast.prefetcher.planner import planner as planner_module
 from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
-from rowcast.prefetcher.planner.horizon import BatchRows
+from rowcast.prefetcher.planner.horizon import BatchRows, Bundle
 from rowcast.prefetcher.planner.planner import Level, RowPlanner
 from rowcast.protocol.batch import Batch, Scheduled
 from rowcast.runtime.arrays import I64
@@ -48,13 +48,13 @@ def test_moves_of_all_groups_are_those_of_each_alone(seed: int, num_groups: int,
         if step < len(steps):
             for own, keys in zip(alone.groups, steps[step], strict=True):
                 own.enter(keys, step)
-            together.enter(list(map(Rows, steps[step])), step)
+            together.enter(steps[step], step)
         if (planned := step - horizon) >= 0:
             last, kind = min(step, len(steps) - 1), "train" if planned % 3 else "eval"
             rows = tuple(map(Rows, steps[planned]))
             batch = BatchRows(size=1, groups=rows, id_bytes=0)
             known = Scheduled.at(step=planned, kind=kind, train_step=0, epoch=0, batch=batch)  # type: ignore[arg-type]
-            moves = together.move(known, last)
+            moves = together.move(Bundle.of(planned, [known]), last)
             for own, moved, keys in zip(alone.groups, moves, steps[planned], strict=True):
                 for ours, theirs in zip(
                     astuple(moved), astuple(own.move(len(keys), planned, last, kind == "train")), strict=True

@@ -24,10 +24,10 @@ def plans_of(
 ) -> tuple[list[StepPlan], list[int]]:
     """Plans, and the horizon after each."""
     planner, left = RowPlanner(GROUPS, [(slots,)], 2, horizon), list(trace)
-    plans, horizons = [], []
+    plans, horizons = list[StepPlan](), list[int]()
     feed(planner, left, eager)
     while planner.ready():
-        plans.append(planner.plan())
+        plans.extend(planner.plan().steps)
         horizons.append(planner.horizon)
         feed(planner, left, eager)
     return plans, horizons
@@ -67,8 +67,8 @@ def test_the_known_batches_stay_within_the_budget() -> None:
     most = 0
     feed(planner, left, True)
     while planner.ready():
-        most = max(most, sum(known.batch.id_bytes for known in planner.known.batches))
-        assert planner.known.id_bytes == sum(known.batch.id_bytes for known in planner.known.batches)
+        most = max(most, sum(known.id_bytes for known in planner.known.bundles))
+        assert planner.known.id_bytes == sum(known.id_bytes for known in planner.known.bundles)
         planner.plan()
         feed(planner, left, True)
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"

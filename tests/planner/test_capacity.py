@@ -138,7 +138,7 @@ def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> 
     group.parts[0].directory.num_tracked[0] = 2
     check_planner(planner)
     planner.add(second)
-    assert len(planner.plan().groups[0].fetch_keys) == 3
+    assert len(planner.plan().move[0].fetch_keys) == 3
 
 
 def test_a_capacity_below_the_largest_batch_is_refused_with_both_numbers() -> None:

@@ -63,7 +63,7 @@ def test_a_plan_waits_until_its_horizon_is_complete() -> None:
 
 def test_after_the_end_the_known_batches_are_planned_and_no_more() -> None:
     planner = planner_over([[0], [1]], num_slots=2, horizon=5)
-    assert [planner.plan().step, planner.plan().step] == [0, 1]
+    assert [planner.plan().plan, planner.plan().plan] == [0, 1]
     assert not planner.ready()
     assert planner.wants_batch == 0
 
@@ -75,7 +75,7 @@ def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> N
     with pytest.raises(AssertionError, match="step 2 was added, but step 1 follows"):
         planner.add(trace[2])
     planner.add(trace[1])
-    with pytest.raises(AssertionError, match="2 batches are known"):
+    with pytest.raises(AssertionError, match="2 bundles are known"):
         planner.add(trace[2])
     planner.end()
     with pytest.raises(AssertionError, match="after the end"):
@@ -147,7 +147,7 @@ def test_a_batch_without_look_ups_is_planned() -> None:
     )
     planner = RowPlanner(one_group(3), [(0,)], 1, 0)
     planner.add(schedule([empty], ["train"])[0])
-    plan = planner.plan().groups[0]
+    plan = planner.plan().move[0]
     assert (plan.num_lookups, len(plan.unique_slots), plan.segment_offsets.tolist()) == (0, 0, [0])
     assert plan.offsets is not None
     assert plan.offsets.tolist() == [0, 0, 0]

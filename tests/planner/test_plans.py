@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.schema import EVICTION_POLICIES
-from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.protocol.plan import BarrierPlan, PlannedSteps, StepPlan
 from tests.support.planner_oracle import fewest_fetches, oracle_entries
 from tests.support.planner_runs import (
     Run,
@@ -49,8 +49,8 @@ def test_plans_equal_brute_force_when_directory_and_ring_grow() -> None:
 def test_no_choice_of_victims_fetches_less_when_the_whole_future_is_known(ids: list[list[int]], num_slots: int) -> None:
     trace = single_hot_trace(ids)
     run = Run(groups=one_group(6), slots=(num_slots,), depth=1, horizon=len(trace), trace=trace, barriers=frozenset())
-    plans = [entry for entry in entries_of(run) if isinstance(entry, StepPlan)]
-    assert sum(len(plan.groups[0].fetch_keys) for plan in plans) == fewest_fetches([set(row) for row in ids], num_slots)
+    plans = [entry for entry in entries_of(run) if isinstance(entry, PlannedSteps)]
+    assert sum(len(plan.move[0].fetch_keys) for plan in plans) == fewest_fetches([set(row) for row in ids], num_slots)
 
 
 class Replay:
@@ -61,8 +61,8 @@ class Replay:
         self.slots: list[tuple[int, int] | None] = [None] * num_slots  # key, version
         self.newest: dict[int, int] = {}
         self.store: dict[int, int] = {}
-        self.on_the_way: list[tuple[int, int, int]] = []  # step that evicted it, key, version
-        self.last_use: dict[int, int] = {}  # slot -> step
+        self.on_the_way: list[tuple[int, int, int]] = []  # plan that evicted it, key, version
+        self.last_use: dict[int, int] = {}  # slot -> plan
 
     def apply_until(self, step: int) -> None:
         for evicted_by, key, version in self.on_the_way:
@@ -70,27 +70,27 @@ class Replay:
                 self.store[key] = version
         self.on_the_way = [entry for entry in self.on_the_way if entry[0] > step]
 
-    def step(self, plan: StepPlan, index: int) -> None:
-        group = plan.groups[index]
-        self.apply_until(max(plan.step - self.depth - 1, -1 if plan.after_step is None else plan.after_step))
+    def move(self, plan: PlannedSteps, index: int) -> None:
+        group = plan.move[index]
+        self.apply_until(max(plan.plan - self.depth - 1, -1 if plan.after_plan is None else plan.after_plan))
         used = [self.last_use[slot] for slot in group.evict_slots.tolist()]
         assert group.fill_after == max(used, default=None)
-        assert group.fill_after is None or group.fill_after < plan.step
+        assert group.fill_after is None or group.fill_after < plan.plan
         for i, (key, slot) in enumerate(zip(group.evict_keys.tolist(), group.evict_slots.tolist(), strict=True)):
             held = self.slots[slot]
             assert held is not None
             assert held[0] == key
             assert i < group.num_dirty or held[1] == self.store.get(key, 0), "a clean victim is not what the store has"
             if i < group.num_dirty:
-                self.on_the_way.append((plan.step, key, held[1]))
+                self.on_the_way.append((plan.plan, key, held[1]))
             self.slots[slot] = None
         for key, slot in zip(group.fetch_keys.tolist(), group.fetch_slots.tolist(), strict=True):
             assert self.slots[slot] is None, "a fill would overwrite a row that stays"
             assert self.store.get(key, 0) == self.newest.get(key, 0), "a fetch would read a stale row"
             self.slots[slot] = (key, self.store.get(key, 0))
 
-    def look_up(self, plan: StepPlan, keys: list[int], index: int) -> None:
-        looked_up = plan.groups[index].slots
+    def look_up(self, plan: int, step: StepPlan, keys: list[int], index: int) -> None:
+        looked_up = step.groups[index].slots
         assert looked_up is not None
         slots = looked_up.tolist()
         held = [self.slots[slot] for slot in slots]
@@ -98,8 +98,8 @@ class Replay:
         for slot in set(slots):
             row = self.slots[slot]
             assert row is not None
-            self.last_use[slot] = plan.step
-            if plan.kind == "train":
+            self.last_use[slot] = plan
+            if step.kind == "train":
                 self.slots[slot] = (row[0], row[1] + 1)
                 self.newest[row[0]] = row[1] + 1
 
@@ -125,8 +125,10 @@ def test_replayed_plans_read_no_stale_row_and_overwrite_no_row_in_use(run: Run) 
             if isinstance(entry, BarrierPlan):
                 replay.flush(entry, index)
             else:
-                replay.step(entry, index)
-                replay.look_up(entry, [key for key, _, _ in lookups_of(group, batches[entry.step])], index)
+                replay.move(entry, index)
+                for step in entry.steps:
+                    keys = [key for key, _, _ in lookups_of(group, batches[step.step])]
+                    replay.look_up(entry.plan, step, keys, index)
 
 
 @settings(bounded, max_examples=40)
@@ -150,8 +152,8 @@ def test_moves_are_those_of_the_plans_and_groupings_can_be_shared(run: Run) -> N
         while planners[0].ready():
             plan = planners[0].plan()
             moves = planners[1].move()
-            assert moves.after_step == plan.after_step
-            for planned, moved in zip(plan.groups, moves.levels[0], strict=True):
+            assert moves.after_plan == plan.after_plan
+            for planned, moved in zip(plan.move, moves.levels[0], strict=True):
                 for name in ("unique_slots", "fetch_slots", "fetch_keys", "evict_keys", "num_dirty", "fill_after"):
                     assert_same(getattr(moved, name), getattr(planned, name), name)
     assert planners[0].counters == planners[1].counters

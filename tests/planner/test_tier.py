@@ -11,7 +11,7 @@ from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.plan import GroupPlan, StepPlan
+from rowcast.protocol.plan import GroupPlan, PlannedSteps
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.planner_integrity import check_planner
@@ -57,7 +57,7 @@ runs = st.builds(
 def group_plans(run: Run, horizon: AutoHorizon | None = None, check: bool = False) -> list[list[GroupPlan]]:
     """The plans of each group."""
     entries = entries_of(run, check=check, horizon=horizon)
-    plans = [entry.groups for entry in entries if isinstance(entry, StepPlan)]
+    plans = [entry.move for entry in entries if isinstance(entry, PlannedSteps)]
     return [[groups[index] for groups in plans] for index in range(len(run.groups))]
 
 
@@ -92,9 +92,9 @@ def test_the_tier_loads_and_spills_what_a_device_with_its_slots_would_fetch_and_
 def test_a_tier_changes_no_plan_of_the_device(run: Run) -> None:
     none, without_keys = i64([]), []
     for entry in entries_of(run):
-        if isinstance(entry, StepPlan):
-            groups = tuple(replace(group, load_keys=none, spill_keys=none) for group in entry.groups)
-            entry = replace(entry, groups=groups)
+        if isinstance(entry, PlannedSteps):
+            groups = tuple(replace(group, load_keys=none, spill_keys=none) for group in entry.move)
+            entry = replace(entry, steps=(replace(entry.steps[0], groups=groups), *entry.steps[1:]))
         without_keys.append(entry)
     assert_same(without_keys, entries_of(replace(run, tiers=())))
 
@@ -133,7 +133,7 @@ def loads_and_horizons(slots: int, tier_slots: int, horizon: int | AutoHorizon) 
     feed(planner, left, True)
     while planner.ready():
         known_bytes.append(planner.known.id_bytes)
-        loaded += len(planner.plan().groups[0].load_keys)
+        loaded += len(planner.plan().move[0].load_keys)
         horizons.append(planner.horizon)
         feed(planner, left, True)
     return loaded, horizons, known_bytes
@@ -208,7 +208,7 @@ def test_a_batch_beyond_what_the_tier_can_keep_track_of_is_refused_and_changes_n
     tier.parts[0].directory.num_tracked[0] = 2
     check_planner(planner)
     planner.add(second)
-    assert planner.plan().groups[0].load_keys.tolist() == [2, 3, 4]
+    assert planner.plan().move[0].load_keys.tolist() == [2, 3, 4]
 
 
 def test_a_batch_beyond_the_device_alone_is_refused_without_a_word_on_memory() -> None:

@@ -27,7 +27,7 @@ class LooseSession(Session):
 
 
 def rows_back(ref: RingRef | None, number: int = 0) -> RowsBack:
-    return RowsBack(step=number, barrier=None, piece=0, last=True, payload=ref, rows=())
+    return RowsBack(plan=number, barrier=None, piece=0, last=True, payload=ref, rows=())
 
 
 @dataclass
@@ -53,11 +53,11 @@ class End:
         """Checks the oldest piece that arrived and gives its space back; its number and length."""
         message = self.arrived.popleft()
         assert message.payload is not None
-        assert message.step is not None
-        payload = self.reader.view(message.payload, message.step)
-        assert np.array_equal(payload, contents(message.step, len(payload)))
+        assert message.plan is not None
+        payload = self.reader.view(message.payload, message.plan)
+        assert np.array_equal(payload, contents(message.plan, len(payload)))
         release(self.reader, message.payload, self.conversation.send)
-        return message.step, len(payload)
+        return message.plan, len(payload)
 
 
 def contents(number: int, nbytes: int) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":

@@ -16,6 +16,7 @@ from rowcast.protocol.messages import (
     Envelope,
     Failure,
     Released,
+    StepHeader,
 )
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from tests.support import sample_messages
@@ -31,7 +32,7 @@ def test_every_message_comes_back_as_it_was(message: AnyMessage) -> None:
 
 
 def test_a_checksum_may_use_all_64_bits() -> None:
-    message = msgspec.structs.replace(sample_messages.step_ready(1), payload=sample_messages.ref(checksum=2**64 - 1))
+    message = msgspec.structs.replace(sample_messages.plan_ready(1), payload=sample_messages.ref(checksum=2**64 - 1))
     envelope = Envelope(incarnation=1, sequence=0, message=message)
     assert decode(encode(envelope)) == envelope
 
@@ -99,11 +100,17 @@ def test_no_number_anywhere_may_be_negative_or_beyond_62_bits(message: AnyMessag
 
 
 def ready(**changes: Any) -> AnyMessage:
-    return msgspec.structs.replace(sample_messages.step_ready(3), **changes)
+    return msgspec.structs.replace(sample_messages.plan_ready(3), **changes)
 
 
 def ready_plan(**changes: Any) -> AnyMessage:
-    return ready(plan=msgspec.structs.replace(sample_messages.plan(3), **changes))
+    return ready(steps=(msgspec.structs.replace(sample_messages.plan(3), **changes),))
+
+
+def without_move(step: int, **changes: Any) -> StepHeader:
+    """A later step of a plan."""
+    group = msgspec.structs.replace(sample_messages.group(0, 0, step), fill_after=None)
+    return msgspec.structs.replace(sample_messages.plan(step), groups=(group, group), **changes)
 
 
 def ready_group(**changes: Any) -> AnyMessage:
@@ -117,10 +124,10 @@ def spec(**changes: Any) -> AnyMessage:
 
 
 IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
-    (ready(piece=1, plan=None), "piece 1 of 1 does not exist"),
+    (ready(piece=1, steps=()), "piece 1 of 1 does not exist"),
     (ready(num_pieces=0), "piece 0 of 0 does not exist"),
-    (ready(plan=None), "piece 0 must carry a plan"),
-    (ready(piece=1, num_pieces=2), "piece 1 must carry a plan if, and only if"),
+    (ready(steps=()), "piece 0 must carry steps"),
+    (ready(piece=1, num_pieces=2), "piece 1 must carry steps if, and only if"),
     (ready(payload=None), "announced without a payload"),
     (ready(payload=msgspec.structs.replace(sample_messages.ref(), position=65)), "position 65 is not aligned"),
     (ready(payload=msgspec.structs.replace(sample_messages.ref(), end=1087)), "1024 bytes at 64 does not end by 1087"),
@@ -144,12 +151,14 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     ),
     (ready_group(num_unique=21), "20 look-ups cannot touch 21 rows"),
     (ready_group(sequence_lookups=(8, 13)), "21 look-ups of sequences are among 20"),
-    (ready_group(num_fetch=11), "11 rows are fetched for a batch of 10"),
     (ready_group(num_evict=6), "6 victims make room for 5 rows"),
     (ready_group(num_evict=3), "4 of 3 victims are dirty"),
-    (ready_group(fill_after=None), "victims are evicted without a step"),
-    (ready_group(fill_after=3), "step 3 is filled after step 3"),
-    (msgspec.structs.replace(sample_messages.rows_back(1), step=None), "neither a step nor a barrier"),
+    (ready_group(fill_after=None), "victims are evicted without a plan"),
+    (ready_group(fill_after=3), "plan 3 is filled after plan 3"),
+    (ready(steps=(sample_messages.plan(3), sample_messages.plan(4))), "step 4 fetches 5 rows"),
+    (ready(steps=(sample_messages.plan(3), without_move(5))), r"\(5, 'train', 2\) .* instead of \(4, 'train', 2\)"),
+    (ready(steps=(sample_messages.plan(3), without_move(4, kind="eval"))), r"\(4, 'eval', 2\) .* instead of"),
+    (msgspec.structs.replace(sample_messages.rows_back(1), plan=None), "neither a plan nor a barrier"),
     (msgspec.structs.replace(sample_messages.rows_back(1), payload=None), "announced without a payload"),
     *(
         (msgspec.structs.replace(message, rows=bytes(15)), "15 bytes are no whole numbers of rows")

@@ -12,15 +12,16 @@ from tests.support.sample_messages import (
     end_of_data,
     flush,
     flush_pieces,
+    plan,
+    plan_done,
+    plan_pieces,
+    plan_ready,
     replica,
     restore_pieces,
     rows,
     rows_back,
     saved,
     saved_pieces,
-    step_done,
-    step_pieces,
-    step_ready,
     welcome,
 )
 
@@ -38,18 +39,19 @@ def change(message: AnyMessage, **changes: object) -> AnyMessage:
 
 
 CLEAN = (0, 0)
-FIRST, SECOND, THIRD = step_pieces(1)
+FIRST, SECOND, THIRD = plan_pieces(1)
 SLOTS, MORE_SLOTS = flush_pieces(0, None)
 
 RESTORE = restore_pieces()
 PAST = ArraySpan(offset=961, nbytes=40)
 REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
-    ("step 2 came instead of step 1", [step_ready(0), rows_back(0), step_done(0)], step_ready(2)),
-    ("step 0 came instead of step 1", [step_ready(0)], step_ready(0)),
-    ("step 2 came before step 0 was done, at depth 1", [step_ready(0), step_ready(1)], step_ready(2)),
-    ("step 2 came before the last piece of step 1", [FIRST, SECOND], step_ready(2)),
-    ("a piece of step 1 came while step None is the newest", [], SECOND),
-    ("a piece of step 2 came while step 1 is the newest", [FIRST], change(SECOND, step=2)),
+    ("plan 2 came instead of plan 1", [plan_ready(0), rows_back(0), plan_done(0)], plan_ready(2)),
+    ("plan 0 came instead of plan 1", [plan_ready(0)], plan_ready(0)),
+    ("step 2 came instead of step 1", [plan_ready(0)], change(plan_ready(1), steps=plan_ready(2).steps)),
+    ("plan 2 came before plan 0 was done, at depth 1", [plan_ready(0), plan_ready(1)], plan_ready(2)),
+    ("plan 2 came before the last piece of plan 1", [FIRST, SECOND], plan_ready(2)),
+    ("a piece of plan 1 came while plan None is the newest", [], SECOND),
+    ("a piece of plan 2 came while plan 1 is the newest", [FIRST], change(SECOND, plan=2)),
     ("piece 2 of 3 came instead of piece 1 of 3", [FIRST], THIRD),
     ("piece 1 of 3 came instead of piece 2 of 3", [FIRST, SECOND], SECOND),
     ("piece 1 of 4 came instead of piece 1 of 3", [FIRST], change(SECOND, num_pieces=4)),
@@ -59,7 +61,7 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     (
         "the pieces ended after 128 of 256 array bytes",
         [],
-        change(step_ready(0), arrays=ArraySpan(offset=0, nbytes=128), rows=()),
+        change(plan_ready(0), arrays=ArraySpan(offset=0, nbytes=128), rows=()),
     ),
     ("rows of group 0 continue at 4 instead of 3", [FIRST, SECOND], change(THIRD, rows=(rows(0, 4, 1, 0),))),
     ("row 6 of group 0 travels, but there are 5", [FIRST, SECOND], change(THIRD, rows=(rows(0, 3, 3, 0),))),
@@ -69,31 +71,31 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
         [FIRST, SECOND],
         change(THIRD, rows=(rows(0, 3, 2, 0),)),
     ),
-    ("rows of step 0 came home while no step has dirty victims", [step_ready(0, CLEAN)], rows_back(0)),
-    ("rows of step 0 came home while no step has dirty victims", [step_ready(0), rows_back(0)], rows_back(0)),
-    ("rows of step 1 came home before those of step 0", [step_ready(0), step_ready(1)], rows_back(1)),
-    ("rows of step 5 came home before those of step 0", [step_ready(0)], rows_back(5)),
-    ("piece 1 of rows came home instead of piece 0", [step_ready(0)], rows_back(0, piece=1)),
-    ("rows of group 0 continue at 1 instead of 0", [step_ready(0)], rows_back(0, start=1, count=3)),
-    ("row 5 of group 0 travels, but there are 4", [step_ready(0)], rows_back(0, count=5)),
-    (r"the last rows came home after \(3, 0\) of \(4, 0\)", [step_ready(0)], rows_back(0, count=3)),
-    ("step 1 is reported done while step 0 is next", [step_ready(0), rows_back(0), step_ready(1)], step_done(1)),
-    ("step 0 is reported done while step None is next", [step_ready(0), rows_back(0), step_done(0)], step_done(0)),
-    ("step 1 is reported done before its last piece came", [FIRST, rows_back(1)], step_done(1)),
-    ("step 0 is reported done before its victims came home", [step_ready(0)], step_done(0)),
-    ("step 0 is reported done before its victims", [step_ready(0), rows_back(0, last=False)], step_done(0)),
-    ("barrier 0 came before the last piece of step 1", [FIRST], flush(0, 1)),
-    ("barrier 0 follows step 0 instead of step 1", [step_ready(0), step_ready(1)], flush(0, 0)),
-    ("barrier 0 follows step None instead of step 0", [step_ready(0)], flush(0, None)),
+    ("rows of plan 0 came home while no plan has dirty victims", [plan_ready(0, CLEAN)], rows_back(0)),
+    ("rows of plan 0 came home while no plan has dirty victims", [plan_ready(0), rows_back(0)], rows_back(0)),
+    ("rows of plan 1 came home before those of plan 0", [plan_ready(0), plan_ready(1)], rows_back(1)),
+    ("rows of plan 5 came home before those of plan 0", [plan_ready(0)], rows_back(5)),
+    ("piece 1 of rows came home instead of piece 0", [plan_ready(0)], rows_back(0, piece=1)),
+    ("rows of group 0 continue at 1 instead of 0", [plan_ready(0)], rows_back(0, start=1, count=3)),
+    ("row 5 of group 0 travels, but there are 4", [plan_ready(0)], rows_back(0, count=5)),
+    (r"the last rows came home after \(3, 0\) of \(4, 0\)", [plan_ready(0)], rows_back(0, count=3)),
+    ("plan 1 is reported done while plan 0 is next", [plan_ready(0), rows_back(0), plan_ready(1)], plan_done(1)),
+    ("plan 0 is reported done while plan None is next", [plan_ready(0), rows_back(0), plan_done(0)], plan_done(0)),
+    ("plan 1 is reported done before its last piece came", [FIRST, rows_back(1)], plan_done(1)),
+    ("plan 0 is reported done before its victims came home", [plan_ready(0)], plan_done(0)),
+    ("plan 0 is reported done before its victims", [plan_ready(0), rows_back(0, last=False)], plan_done(0)),
+    ("barrier 0 came before the last piece of plan 1", [FIRST], flush(0, 1)),
+    ("barrier 0 follows plan 0 instead of plan 1", [plan_ready(0), plan_ready(1)], flush(0, 0)),
+    ("barrier 0 follows plan None instead of plan 0", [plan_ready(0)], flush(0, None)),
     ("barrier 2 came instead of 1", [flush(0, None), barrier_rows(0, None)], flush(2, None)),
     ("a piece of barrier 0 came while barrier None is the newest", [], MORE_SLOTS),
     ("a piece of barrier 1 came while barrier 0 is the newest", [SLOTS], change(MORE_SLOTS, barrier=1)),
     ("piece 1 of 2 came instead of piece 2 of 2", [SLOTS, MORE_SLOTS], MORE_SLOTS),
     ("arrays continue at byte 0 instead of 64", [SLOTS], change(MORE_SLOTS, span=SLOTS.span)),
-    ("rows of barrier 1 after step None came home, not those of 0", [flush(0, None)], barrier_rows(1, None)),
-    ("rows of barrier 0 after step 3 came home, not those of 0 after None", [flush(0, None)], barrier_rows(0, 3)),
+    ("rows of barrier 1 after plan None came home, not those of 0", [flush(0, None)], barrier_rows(1, None)),
+    ("rows of barrier 0 after plan 3 came home, not those of 0 after None", [flush(0, None)], barrier_rows(0, 3)),
     ("barrier 0 ended before its slots had come", [SLOTS], barrier_rows(0, None)),
-    ("barrier 0 ended before every step was done", [step_ready(0, CLEAN), flush(0, 0)], barrier_rows(0, 0)),
+    ("barrier 0 ended before every plan was done", [plan_ready(0, CLEAN), flush(0, 0)], barrier_rows(0, 0)),
     (r"the last rows came home after \(2, 0\) of \(2, 1\)", [flush(0, None)], barrier_rows(0, None, whole=False)),
     ("model state of barrier 1 came while barrier 0 is open", [flush(0, None)], saved(1)),
     ("piece 1 of 2 came instead of piece 0 of 2", [flush(0, None)], saved_pieces(0)[1]),
@@ -111,15 +113,15 @@ REFUSED: list[tuple[str, list[AnyMessage], AnyMessage]] = [
     ),
     ("a model state of 100 bytes came, but 0 were announced", [welcome()], RESTORE[0]),
     ("a model state of 100 bytes came, but 99 were announced", [welcome(restore_bytes=99)], RESTORE[0]),
-    ("a model state to start from came after the first step or barrier", [step_ready(0)], RESTORE[0]),
+    ("a model state to start from came after the first step or barrier", [plan_ready(0)], RESTORE[0]),
     ("a model state to start from came after the first step or barrier", [flush(0, None)], RESTORE[0]),
     ("piece 1 of 2 came instead of piece 0 of 2", [welcome(restore_bytes=100)], RESTORE[1]),
-    ("step 0 came before the model state of 100 bytes", [welcome(restore_bytes=100), RESTORE[0]], step_ready(0)),
+    ("plan 0 came before the model state of 100 bytes", [welcome(restore_bytes=100), RESTORE[0]], plan_ready(0)),
     ("barrier 0 came before the model state of 100 bytes", [welcome(restore_bytes=100)], flush(0, None)),
     ("the end of data came before the model state of 100 bytes", [welcome(restore_bytes=100)], end_of_data(None)),
-    ("the end of data came before the last piece of step 1", [FIRST], end_of_data(1)),
-    ("the end of data came before every step was done", [step_ready(0)], end_of_data(0)),
-    ("the end of data follows step 1 instead of step 0", [step_ready(0, CLEAN), step_done(0)], end_of_data(1)),
+    ("the end of data came before the last piece of plan 1", [FIRST], end_of_data(1)),
+    ("the end of data came before every plan was done", [plan_ready(0)], end_of_data(0)),
+    ("the end of data follows plan 1 instead of plan 0", [plan_ready(0, CLEAN), plan_done(0)], end_of_data(1)),
 ]
 
 
@@ -133,10 +135,16 @@ def test_what_is_out_of_order_is_refused_with_both_numbers(
 
 
 def test_the_first_step_and_the_first_barrier_may_have_any_number() -> None:
-    followed = order(step_ready(1000, CLEAN), step_done(1000), flush(7, 1000), barrier_rows(7, 1000))
-    followed.follow(step_ready(1001))
+    followed = order(plan_ready(1000, CLEAN), plan_done(1000), flush(7, 1000), barrier_rows(7, 1000))
+    followed.follow(plan_ready(1001))
     assert followed.next_step == 1002
     assert followed.next_barrier == 8
+
+
+def test_plans_count_by_one_and_steps_by_those_of_each_plan() -> None:
+    steps = tuple(plan(step) for step in (7, 8, 9))
+    followed = order(change(plan_ready(7), steps=steps), change(plan_ready(8), steps=(plan(10),)))
+    assert (followed.next_plan, followed.next_step) == (9, 11)
 
 
 def test_a_barrier_before_the_first_step_follows_a_step_of_an_earlier_conversation() -> None:
@@ -145,13 +153,13 @@ def test_a_barrier_before_the_first_step_follows_a_step_of_an_earlier_conversati
 
 
 def test_depth_steps_may_be_announced_beyond_the_oldest_that_is_not_done() -> None:
-    followed = order(*(step_ready(step, CLEAN) for step in range(5)), depth=4)
-    with pytest.raises(ProtocolError, match=facts("step 5", "step 0", "depth 4")):
-        followed.follow(step_ready(5, CLEAN))
+    followed = order(*(plan_ready(step, CLEAN) for step in range(5)), depth=4)
+    with pytest.raises(ProtocolError, match=facts("plan 5", "plan 0", "depth 4")):
+        followed.follow(plan_ready(5, CLEAN))
 
 
 def test_victims_may_go_home_before_the_last_piece_of_their_own_plan_has_come() -> None:
     followed = order(
-        FIRST, rows_back(1, last=False, count=2), SECOND, rows_back(1, piece=1, start=2, count=2), THIRD, step_done(1)
+        FIRST, rows_back(1, last=False, count=2), SECOND, rows_back(1, piece=1, start=2, count=2), THIRD, plan_done(1)
     )
-    assert not followed.open_steps
+    assert not followed.open_plans

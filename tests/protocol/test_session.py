@@ -27,10 +27,10 @@ from tests.support.sample_messages import (
     barrier_rows,
     end_of_data,
     flush,
+    plan_done,
+    plan_ready,
     rows_back,
     saved,
-    step_done,
-    step_ready,
 )
 
 BY_EVENT: dict[str, AnyMessage] = {message.kind: message for message in EVERY_MESSAGE}
@@ -66,8 +66,8 @@ def test_good_byes_may_cross() -> None:
 
 def test_reports_that_cross_a_flush_are_received_behind_it() -> None:
     pair = make_pair()
-    say(pair, *greeting(), (PREFETCHER, step_ready(1)))
-    crossing = [pair[TRAINER].encode(message) for message in (Released(position=64), rows_back(1), step_done(1))]
+    say(pair, *greeting(), (PREFETCHER, plan_ready(1)))
+    crossing = [pair[TRAINER].encode(message) for message in (Released(position=64), rows_back(1), plan_done(1))]
     announced = pair[PREFETCHER].encode(flush(0, 1))
     for frame in crossing:
         pair[PREFETCHER].decode(frame)
@@ -124,10 +124,10 @@ def test_no_step_is_announced_while_a_barrier_is_open() -> None:
     pair = make_pair()
     say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint=True)))
     for closing in ((TRAINER, barrier_rows(0, None)), (TRAINER, saved(0))):
-        with pytest.raises(LocalProtocolError, match="may not send StepReady in state 'barrier"):
-            pair[PREFETCHER].encode(step_ready(1))
+        with pytest.raises(LocalProtocolError, match="may not send PlanReady in state 'barrier"):
+            pair[PREFETCHER].encode(plan_ready(1))
         say(pair, closing)
-    say(pair, (PREFETCHER, step_ready(1)))
+    say(pair, (PREFETCHER, plan_ready(1)))
 
 
 def test_a_failure_can_still_be_sent_after_the_peer_broke_the_protocol() -> None:
@@ -196,10 +196,10 @@ def test_only_the_prefetcher_chooses_an_incarnation(role: Role, incarnation: int
 def test_a_message_out_of_order_is_the_senders_fault_at_either_end() -> None:
     pair = make_pair()
     say(pair, *greeting())
-    with pytest.raises(LocalProtocolError, match=facts("step 5", "step None")):
-        pair[TRAINER].encode(step_done(5))
-    with pytest.raises(RemoteProtocolError, match=r"step 5 .* step None"):
-        pair[PREFETCHER].decode(encode(Envelope(incarnation=3, sequence=1, message=step_done(5))))
+    with pytest.raises(LocalProtocolError, match=facts("plan 5", "plan None")):
+        pair[TRAINER].encode(plan_done(5))
+    with pytest.raises(RemoteProtocolError, match=r"plan 5 .* plan None"):
+        pair[PREFETCHER].decode(encode(Envelope(incarnation=3, sequence=1, message=plan_done(5))))
     assert issubclass(LocalProtocolError, ProtocolError)
 
 

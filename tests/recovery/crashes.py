@@ -13,8 +13,8 @@ PACKAGES: tuple[Role, Role] = ("prefetcher", "trainer")
 
 TIMES = {  # it is passed so often until the process ends, so that a checkpoint lies behind; 1 where nothing is said
     "plan made": 26,
-    "StepReady not sent": 24,
-    "StepReady sent": 24,
+    "PlanReady not sent": 24,
+    "PlanReady sent": 24,
     "rows not written": 16,
     "rows written": 16,
     "rows loaded": 3,

@@ -7,7 +7,7 @@ import pytest
 
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.plan import PlannedSteps
 from rowcast.runtime.disk import Disk
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Past, Settings
@@ -27,8 +27,8 @@ def run_until(last: int, checkpoints: Checkpoints) -> InProcessRun:
     """A run that is stopped after step `last`."""
     run = InProcessRun(JOB, BATCHES, SETTINGS, Past(checkpoints=checkpoints, newest=None))
 
-    def stop_after(plan: StepPlan) -> None:
-        if plan.step == last:
+    def stop_after(plan: PlannedSteps) -> None:
+        if plan.steps[-1].step == last:
             run.prefetcher.stop("test")
 
     run.prefetcher.planning.on_plan = stop_after

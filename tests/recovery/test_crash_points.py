@@ -10,7 +10,7 @@ from tests.support.repeats import count
 
 # in each part of a run, on both sides; `make soak` tries all, and `tests/simulation` any moment in one thread
 SOME = (
-    *("StepReady sent", "rows not written", "row file written", "manifest renamed", "rows loaded"),
+    *("PlanReady sent", "rows not written", "row file written", "manifest renamed", "rows loaded"),
     *("model restored", "RowsBack not sent", "Saved sent"),
 )
 CONNECT_S = 10  # the one whose peer was killed before it had said a word waits for another
@@ -37,7 +37,7 @@ def test_a_run_that_is_killed_there_comes_to_the_same_bits(name: str, session: S
 def test_a_run_goes_on_with_stores_of_other_kinds(session: Session, undisturbed: Outcome) -> None:
     transport = {"ring": "1MiB", "connect_timeout": f"{CONNECT_S}s"}
     run = Recovering(session, transport=transport)
-    for armed, store in (("StepReady sent:10", TIERED), ("rows spilled:3", {"kind": "memory"})):
+    for armed, store in (("PlanReady sent:10", TIERED), ("rows spilled:3", {"kind": "memory"})):
         run.crash({"prefetcher": armed})
         session.write_job(**sections(transport=transport, store=store))
     assert run.finish().differs(undisturbed) == []

@@ -42,7 +42,7 @@ def test_a_trainer_that_was_not_told_of_the_fresh_run_leaves_its_report(complete
     assert snapshot(session.run_dir) == before
 
 
-@pytest.mark.parametrize(("role", "armed"), [("prefetcher", "StepReady sent:2"), ("trainer", "loss written:2")])
+@pytest.mark.parametrize(("role", "armed"), [("prefetcher", "PlanReady sent:2"), ("trainer", "loss written:2")])
 def test_a_fresh_run_killed_before_its_first_checkpoint_gives_the_old_run_back(
     complete: Recovering, role: Role, armed: str, undisturbed: Outcome
 ) -> None:
@@ -93,7 +93,7 @@ def test_results_of_a_run_whose_place_was_taken_do_not_come_back(complete: Recov
     assert (prefetcher.ended(END_TIMEOUT_S).code, trainer.ended(END_TIMEOUT_S).code) == (3, KILLED)
     assert session.manifest().train_steps in (4, 8)
     losses = (session.run_dir / "losses.f32").read_bytes()
-    armed = {"ROWCAST_CRASH": "StepReady sent:2"}
+    armed = {"ROWCAST_CRASH": "PlanReady sent:2"}
     prefetcher, trainer = session.start("prefetcher", "--fresh", **armed), session.start("trainer", "--fresh")
     assert (prefetcher.ended(END_TIMEOUT_S).code, trainer.ended(END_TIMEOUT_S).code) == (KILLED, 3)
     assert (session.run_dir / "losses.f32").read_bytes() == losses

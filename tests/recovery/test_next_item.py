@@ -20,7 +20,7 @@ from tests.support.repeats import count
 from tests.support.starter import Starter
 
 OWNERS, BATCH_SIZE = 300, 16
-LAST = {"prefetcher": "StepReady sent", "trainer": "step computed"}  # the last crash point of a step in each process
+LAST = {"prefetcher": "PlanReady sent", "trainer": "step computed"}  # the last crash point of a step in each process
 MODELS = ["sasrec", "hstu"]
 
 

@@ -56,7 +56,7 @@ def test_nothing_of_a_lost_attempt_is_left_when_the_next_one_makes_its_cache(
 
     monkeypatch.setattr("rowcast.trainer.step.memory.make_records", noted_records)
     monkeypatch.setattr("rowcast.trainer.run.connection.TrainerEngine", noted_engine)
-    lost = run.start("prefetcher", "StepReady sent:24")
+    lost = run.start("prefetcher", "PlanReady sent:24")
 
     def follow() -> None:
         killed(lost)

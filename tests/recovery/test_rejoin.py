@@ -29,7 +29,7 @@ from tests.support.tcp_run import free_port
 
 REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
-KILLS: dict[Role, str] = {"prefetcher": "StepReady sent:24", "trainer": "loss written:10"}
+KILLS: dict[Role, str] = {"prefetcher": "PlanReady sent:24", "trainer": "loss written:10"}
 AFTER_THE_GOOD_BYE = {"run not marked complete", "Bye sent"}  # nobody is left who could wait
 ALL = sorted(set(OF_ONE_PAIR) - NEEDS_TIER - AFTER_THE_GOOD_BYE)
 SOME = ["rows collected", "Welcome sent", "changed rows restored"]
@@ -73,7 +73,7 @@ def test_tables_in_files_and_a_conversation_over_tcp_go_on_too(
 @pytest.mark.parametrize("role", ROLES)
 def test_one_survivor_outlives_two_kills_of_its_peer(role: Role, session: Session, undisturbed: Outcome) -> None:
     run = Recovering(session, transport=REJOIN)
-    twice = {"prefetcher": "StepReady sent:14", "trainer": "loss written:9"}[role]
+    twice = {"prefetcher": "PlanReady sent:14", "trainer": "loss written:9"}[role]
     processes = play(run, ({role: twice}, {role: twice}))
     end_well(*processes.values())
     assert run.num_starts == 4, "two of both, and two restarts of one"

@@ -10,7 +10,7 @@ from tests.recovery.restarted import END_TIMEOUT_S, PEER_LOST, ROLES, Outcome, R
 from tests.support.processes import Process, Session
 from tests.support.starter import Starter
 
-STANDS_STILL: dict[Role, str] = {"prefetcher": "StepReady sent:24:SIGSTOP", "trainer": "loss written:10:SIGSTOP"}
+STANDS_STILL: dict[Role, str] = {"prefetcher": "PlanReady sent:24:SIGSTOP", "trainer": "loss written:10:SIGSTOP"}
 OTHER: dict[Role, Role] = {"prefetcher": "trainer", "trainer": "prefetcher"}
 REJOIN = {"ring": "1MiB", "connect_timeout": "60s", "rejoin_timeout": "60s"}
 Started = list[tuple[Role, Recovering, dict[Role, Process]]]

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 
 from rowcast.protocol import codec
-from rowcast.protocol.messages import EndOfData, Envelope, StepDone
+from rowcast.protocol.messages import EndOfData, Envelope, PlanDone
 from rowcast.protocol.transport.link import Payload
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.support.inproc_link import InprocLink, inproc_pair
@@ -23,7 +23,7 @@ FrameFaultKind = Literal["delay", "drop", "duplicate", "reorder", "cut short", "
 FRAME_FAULTS: tuple[FrameFaultKind, ...] = get_args(FrameFaultKind)
 DELAY_POLLS = 400
 # hold times and sizes that differ from run to run, so flips avoid them: a seed must replay
-MEASURED = (StepDone, EndOfData)
+MEASURED = (PlanDone, EndOfData)
 
 Arrival = tuple[bytes, Payload]
 

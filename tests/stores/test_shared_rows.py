@@ -118,7 +118,7 @@ def came_back(store: TrackedStore, keys: Keys) -> Writeback:
     space.payload[:] = 0
     ref = writer.commit(space, plan_stamp(0, 0), checksum=False)
     rows = (RowSpan(group=0, start=0, count=len(keys), offset=0),)
-    writeback.accept(RowsBack(step=0, barrier=None, piece=0, last=True, payload=ref, rows=rows))
+    writeback.accept(RowsBack(plan=0, barrier=None, piece=0, last=True, payload=ref, rows=rows))
     return writeback
 
 

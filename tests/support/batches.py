@@ -42,6 +42,7 @@ def small_job(
     *,
     depth: int = 2,
     horizon: int = 8,
+    bundle: int = 1,
     dtypes: Sequence[RowType] = FP32,
     master: bool = False,
     **sections: Any,
@@ -67,7 +68,7 @@ def small_job(
             "dense": {"kind": "sgd", "lr": 0.05},
         },
         "cache": {"capacity": "1GiB"},
-        "lookahead": {"depth": depth, "horizon": horizon},
+        "lookahead": {"depth": depth, "horizon": horizon, "bundle": bundle},
     }
     return jobs.job(**jobs.laid_over(content, sections))
 
@@ -150,7 +151,7 @@ def slots_for(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], 
     if capacity == "everything":
         return tuple(group.num_rows for group in groups)
     largest = [max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in groups]
-    return tuple({"one batch": n, "more": n + 3, "two batches": 2 * n}[capacity] for n in largest)
+    return tuple({"one batch": n, "more": n + 3, "two batches": 2 * n, "six batches": 6 * n}[capacity] for n in largest)
 
 
 def distinct_rows(group: GroupSpec, batch: Batch) -> int:

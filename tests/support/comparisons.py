@@ -54,8 +54,8 @@ def assert_trained_as_the_plain_loop(session: Session, steps: int | None = None,
 
 
 def assert_tested_what_it_claims(run: InProcessRun, job: Job) -> None:
-    """Below full capacity, a run shows nothing unless it evicts a dirty row and brings it back under `after_step`."""
+    """Below full capacity, a run shows nothing unless it evicts a dirty row and brings it back under `after_plan`."""
     assert sum(group.num_dirty for plan in run.plans for group in plan.groups) > 0, "no dirty row was evicted"
-    assert any(plan.after_step is not None for plan in run.plans), "no evicted row was fetched again under after_step"
+    assert any(after is not None for after in run.after_plans), "no evicted row was fetched again under after_plan"
     if job.lookahead.depth > 1:
         assert run.max_in_flight >= 2, "never two plans in flight"

@@ -40,7 +40,7 @@ from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch, 
 from rowcast.protocol.conversation import Conversation
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank, batch_specs, belonging
-from rowcast.protocol.plan import StepPlan
+from rowcast.protocol.plan import PlannedSteps, StepPlan
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
@@ -224,7 +224,8 @@ class InProcessRun:
         )
         self.job, self.settings = job, settings
         self.groups = group_specs(job)
-        self.plans: list[StepPlan] = []
+        self.plans: list[StepPlan] = []  # the first step of each plan has its move
+        self.after_plans: list[int | None] = []
         self.max_in_flight = 0
         self.results = RecordedResults()
         self.chance = random.Random(settings.seed)
@@ -291,7 +292,7 @@ class InProcessRun:
         )
         if restore:
             self.prefetcher.barrier.restore(restore)
-        self.prefetcher.planning.on_plan = self.plans.append
+        self.prefetcher.planning.on_plan = self._planned
         trainer_conversation = Conversation(Session("trainer"), links[1])
         self._greet(trainer_conversation, rank)
         self.trainer = self.make_trainer(welcome, trainer_conversation, sharing, rank, first.dense.shape[1])
@@ -312,10 +313,14 @@ class InProcessRun:
         ]
         self._until = list(accumulate(self.chance.choice((0.05, 0.3, 1.0)) for _ in self.advances))
 
+    def _planned(self, plan: PlannedSteps) -> None:
+        self.plans.extend(plan.steps)
+        self.after_plans.append(plan.after_plan)
+
     def make_trainer(
         self, welcome: Welcome, conversation: Conversation, sharing: Sharing | None, rank: Rank, num_dense: int
     ) -> rowcast.trainer.step.engine.TrainerEngine:
-        self.stop = AgreedStop(rank, welcome.depth, conversation.send)
+        self.stop = AgreedStop(rank, self.job, conversation.send)
         conversation.listen({StopRequest: lambda message: self.stop.ask(message.reason)})
         # without a wait they may be given nonsense, and must check it
         kernels = None if self.settings.without is None else torch_ops

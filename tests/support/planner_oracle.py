@@ -7,7 +7,7 @@ import numpy as np
 
 from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.plan import BarrierPlan, GroupPlan, RowMove, StepPlan
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, PlannedSteps, RowMove, StepPlan
 from rowcast.trainer.kernels.lookups import lookup_arrays
 from tests.support.planner_runs import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
@@ -103,20 +103,25 @@ def oracle_entries(run: Run) -> list[Entry]:
             (g, key) for g, plan in enumerate(plans) for key in plan.evict_keys[: plan.num_dirty].tolist()
         }
         entries.append(
-            StepPlan(
-                step=step,
-                kind=scheduled.kind,
-                train_step=scheduled.train_step,
-                epoch=scheduled.epoch,
-                batch_size=scheduled.batch.size,
-                after_step=max(recent, default=None),
-                groups=plans,
+            PlannedSteps(
+                plan=step,
+                after_plan=max(recent, default=None),
+                steps=(
+                    StepPlan(
+                        step=step,
+                        kind=scheduled.kind,
+                        train_step=scheduled.train_step,
+                        epoch=scheduled.epoch,
+                        batch_size=scheduled.batch.size,
+                        groups=plans,
+                    ),
+                ),
             )
         )
         if step in run.barriers:
             dirty = tuple(group.clean() for group in groups)
             entries.append(
-                BarrierPlan(barrier=num_barriers, after_step=step, dirty=dirty, reason="checkpoint", finished=False)
+                BarrierPlan(barrier=num_barriers, after_plan=step, dirty=dirty, reason="checkpoint", finished=False)
             )
             written_back.clear()
             num_barriers += 1

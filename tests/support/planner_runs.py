@@ -14,11 +14,11 @@ from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.protocol.plan import BarrierPlan, StepPlan
+from rowcast.protocol.plan import BarrierPlan, PlannedSteps
 from rowcast.trainer.kernels.lookups import arranged
 from tests.support.planner_integrity import check_planner
 
-Entry = StepPlan | BarrierPlan
+Entry = PlannedSteps | BarrierPlan
 
 
 def table(
@@ -226,10 +226,11 @@ def entries_of(run: Run, eager: bool = True, check: bool = False, horizon: AutoH
     feed(planner, left, eager)
     while planner.ready():
         plan = planner.plan()
-        entries.append(replace(plan, groups=tuple(map(arranged, plan.groups, run.groups))))
+        steps = [replace(step, groups=tuple(map(arranged, step.groups, run.groups))) for step in plan.steps]
+        entries.append(replace(plan, steps=tuple(steps)))
         if eager:
             feed(planner, left, eager)
-        if plan.step in run.barriers:
+        if plan.steps[-1].step in run.barriers:
             entries.append(planner.barrier("checkpoint", finished=False))
         if check:
             check_planner(planner)

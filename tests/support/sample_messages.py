@@ -14,7 +14,8 @@ from rowcast.protocol.messages import (
     Heartbeat,
     Hello,
     Ids,
-    PlanHeader,
+    PlanDone,
+    PlanReady,
     Replica,
     Restore,
     Returned,
@@ -24,8 +25,7 @@ from rowcast.protocol.messages import (
     RowsBack,
     RowSpan,
     Saved,
-    StepDone,
-    StepReady,
+    StepHeader,
     TierTotals,
     Wait,
     Welcome,
@@ -87,9 +87,10 @@ def group(num_fetch: int, num_dirty: int, step: int) -> GroupHeader:
     )
 
 
-def plan(step: int, num_dirty: tuple[int, int] = (4, 0), arrays_bytes: int = 256) -> PlanHeader:
+def plan(step: int, num_dirty: tuple[int, int] = (4, 0), arrays_bytes: int = 256) -> StepHeader:
     """Fetches 5 rows of group 0 and 3 of group 1."""
-    return PlanHeader(
+    return StepHeader(
+        step=step,
         kind="train",
         train_step=step,
         epoch=0,
@@ -108,23 +109,23 @@ def rows(group: int, start: int, count: int, offset: int) -> RowSpan:
     return RowSpan(group=group, start=start, count=count, offset=offset)
 
 
-def step_ready(step: int, num_dirty: tuple[int, int] = (4, 0)) -> StepReady:
-    """A plan in one piece."""
-    return StepReady(
-        step=step,
+def plan_ready(number: int, num_dirty: tuple[int, int] = (4, 0)) -> PlanReady:
+    """A plan of one step, in one piece."""
+    return PlanReady(
+        plan=number,
         piece=0,
         num_pieces=1,
-        plan=plan(step, num_dirty),
+        steps=(plan(number, num_dirty),),
         payload=ref(),
         arrays=ArraySpan(offset=0, nbytes=256),
         rows=(rows(0, 0, 5, 256), rows(1, 0, 3, 576)),
     )
 
 
-def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
+def plan_pieces(number: int) -> tuple[PlanReady, PlanReady, PlanReady]:
     """The same plan in three pieces: arrays, arrays and rows, rows."""
-    first = replace(step_ready(step), num_pieces=3, payload=ref(128), arrays=ArraySpan(offset=0, nbytes=128), rows=())
-    rest = replace(first, plan=None)
+    first = replace(plan_ready(number), num_pieces=3, payload=ref(128), arrays=ArraySpan(offset=0, nbytes=128), rows=())
+    rest = replace(first, steps=())
     return (
         first,
         replace(rest, piece=1, payload=ref(384), arrays=ArraySpan(offset=128, nbytes=128), rows=(rows(0, 0, 3, 128),)),
@@ -132,8 +133,8 @@ def step_pieces(step: int) -> tuple[StepReady, StepReady, StepReady]:
     )
 
 
-def rows_back(step: int, piece: int = 0, last: bool = True, start: int = 0, count: int = 4) -> RowsBack:
-    return RowsBack(step=step, barrier=None, piece=piece, last=last, payload=ref(), rows=(rows(0, start, count, 0),))
+def rows_back(plan: int, piece: int = 0, last: bool = True, start: int = 0, count: int = 4) -> RowsBack:
+    return RowsBack(plan=plan, barrier=None, piece=piece, last=last, payload=ref(), rows=(rows(0, start, count, 0),))
 
 
 def numbers_of(*rows: int) -> bytes:
@@ -157,17 +158,17 @@ def returned(number: int) -> Returned:
     return Returned(number=number, table=0, rows=numbers_of(6), records=bytes(16))
 
 
-def step_done(step: int) -> StepDone:
-    return StepDone(step=step, rank=0)
+def plan_done(number: int) -> PlanDone:
+    return PlanDone(plan=number, rank=0)
 
 
-def flush(barrier: int, after_step: int | None, checkpoint: bool = False, num_dirty: tuple[int, int] = (2, 1)) -> Flush:
+def flush(barrier: int, after_plan: int | None, checkpoint: bool = False, num_dirty: tuple[int, int] = (2, 1)) -> Flush:
     """A barrier whose slots come in one piece."""
     empty = not any(num_dirty)
     arrays = tuple(ArraySpec(name=f"{i}.slots", dtype="i4", shape=(n,), offset=64 * i) for i, n in enumerate(num_dirty))
     return Flush(
         barrier=barrier,
-        after_step=after_step,
+        after_plan=after_plan,
         num_dirty=num_dirty,
         piece=0,
         num_pieces=1,
@@ -180,17 +181,17 @@ def flush(barrier: int, after_step: int | None, checkpoint: bool = False, num_di
     )
 
 
-def flush_pieces(barrier: int, after_step: int | None) -> tuple[Flush, Flush]:
+def flush_pieces(barrier: int, after_plan: int | None) -> tuple[Flush, Flush]:
     """The same barrier with its slots in two pieces."""
-    whole = replace(flush(barrier, after_step), num_pieces=2, payload=ref(64), reason="stop")
+    whole = replace(flush(barrier, after_plan), num_pieces=2, payload=ref(64), reason="stop")
     first, second = (replace(whole, piece=n, span=ArraySpan(offset=64 * n, nbytes=64)) for n in range(2))
     return first, second
 
 
-def barrier_rows(barrier: int, step: int | None, last: bool = True, piece: int = 0, whole: bool = True) -> RowsBack:
+def barrier_rows(barrier: int, plan: int | None, last: bool = True, piece: int = 0, whole: bool = True) -> RowsBack:
     """All rows that `flush` asks for; with `whole` False the first half of them."""
     spans = (rows(0, 0, 2, 0), rows(1, 0, 1, 128)) if whole else (rows(0, 0, 2, 0),)
-    return RowsBack(step=step, barrier=barrier, piece=piece, last=last, payload=ref(), rows=spans)
+    return RowsBack(plan=plan, barrier=barrier, piece=piece, last=last, payload=ref(), rows=spans)
 
 
 def saved(barrier: int) -> Saved:
@@ -227,9 +228,9 @@ def restore_pieces() -> tuple[Restore, Restore]:
     )
 
 
-def end_of_data(last_step: int | None) -> EndOfData:
+def end_of_data(last_plan: int | None) -> EndOfData:
     return EndOfData(
-        last_step=last_step,
+        last_plan=last_plan,
         finished=True,
         host_bytes=10**9,
         waits=(Wait(reason="credit", seconds=1.5), Wait(reason="store", seconds=0.0)),

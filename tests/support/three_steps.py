@@ -15,14 +15,14 @@ from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.protocol.messages import (
     ArraySpan,
     Flush,
-    PlanHeader,
+    PlanReady,
     RingRef,
     RowsBack,
     RowSpan,
-    StepReady,
+    StepHeader,
     TierTotals,
 )
-from rowcast.protocol.plan import GroupPlan, StepPlan, group_headers
+from rowcast.protocol.plan import GroupPlan, PlannedSteps, StepPlan, group_headers
 from rowcast.runtime.telemetry.metrics import Health, build_info, versions
 from rowcast.trainer.kernels.lookups import lookup_arrays
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
@@ -72,14 +72,14 @@ def step_plan(
         train_step=0,
         epoch=0,
         batch_size=1,
-        after_step=None,
         groups=(group, group),
     )
 
 
-def header(plan: StepPlan, batch_size: int) -> PlanHeader:
+def header(plan: StepPlan, batch_size: int) -> StepHeader:
     """The same plan as the trainer sees it."""
-    return PlanHeader(
+    return StepHeader(
+        step=0,
         kind=plan.kind,
         train_step=0,
         epoch=0,
@@ -94,10 +94,10 @@ def spans(rows: tuple[int, int]) -> tuple[RowSpan, ...]:
     return tuple(RowSpan(group=group, start=0, count=count, offset=0) for group, count in enumerate(rows))
 
 
-def step_ready(rows: tuple[int, int], arrays_bytes: int) -> StepReady:
+def plan_ready(rows: tuple[int, int], arrays_bytes: int) -> PlanReady:
     """A piece with these rows of each group; its payload is larger than they are, as padding makes it."""
     arrays = ArraySpan(offset=0, nbytes=arrays_bytes)
-    return replace(sample_messages.step_ready(0), plan=None, payload=PAYLOAD, arrays=arrays, rows=spans(rows))
+    return replace(sample_messages.plan_ready(0), steps=(), payload=PAYLOAD, arrays=arrays, rows=spans(rows))
 
 
 def rows_back(rows: tuple[int, int], barrier: int | None = None) -> RowsBack:
@@ -109,15 +109,21 @@ def flush(nbytes: int) -> Flush:
     return replace(whole, arrays_bytes=nbytes, payload=PAYLOAD, span=ArraySpan(offset=0, nbytes=nbytes))
 
 
+def trained(counters: TrainerCounters, kind: str, batch_size: int, loss: float | None) -> None:
+    """Counts a plan of one step."""
+    seen = header(step_plan(kind), batch_size)
+    counters.step_done(seen, loss)
+    counters.plan_done(seen, [seen])
+
+
 def run_of_three_steps() -> tuple[PrefetcherCounters, TrainerCounters]:
     """Two training steps of 32 samples and an evaluation step of 16, then a barrier, counted by both processes."""
     prefetcher, trainer = new_prefetcher_counters(groups()), new_trainer_counters(groups())
     for kind, batch_size, loss in (("train", 32, 0.7), ("train", 32, 0.5), ("eval", 16, None)):
-        plan = step_plan(kind)
-        prefetcher.planned(plan, batch_size)
-        trainer.step_done(header(plan, batch_size), loss)
+        prefetcher.planned(PlannedSteps(plan=0, after_plan=None, steps=(step_plan(kind),)), [batch_size])
+        trained(trainer, kind, batch_size, loss)
     for counters in (prefetcher, trainer):
-        counters.step_ready(step_ready((4, 4), arrays_bytes=1000))
+        counters.plan_ready(plan_ready((4, 4), arrays_bytes=1000))
         counters.rows_back(rows_back((2, 1)))
         counters.flush(flush(24))
         counters.rows_back(rows_back((1, 2), barrier=0))
@@ -129,13 +135,13 @@ def prefetcher_gauges() -> PrefetcherGauges:
         queue_depths={"batches": 5, "plans": 2, "pieces": 1, "rows_back": 0},
         ring_used_bytes=4096,
         ring_size_bytes=2**20,
-        depth_steps=4,
+        depth_plans=4,
         checkpoint_every_steps=100,
-        in_flight_steps=3,
+        in_flight_plans=3,
         horizon_batches=64,
         known_batches=61,
         slots=[SlotStates(1, 2, 3), SlotStates(4, 5, 6)],
-        write_back_lag_steps=2,
+        write_back_lag_plans=2,
         shared_memory_size_bytes=2**30,
         shared_memory_free_bytes=2**29,
         stores=[store_counts(), None],

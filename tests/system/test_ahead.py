@@ -10,10 +10,10 @@ from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.messages import StepReady
-from rowcast.protocol.plan import StepPlan, pack
+from rowcast.protocol.messages import PlanReady
+from rowcast.protocol.plan import PlannedSteps, pack
 from rowcast.runtime.stages import Stage
-from rowcast.trainer.step.cache import Step
+from rowcast.trainer.step.cache import ArrivedPlan
 from tests.support import driver
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, MemoryCheckpointer, Settings
@@ -50,17 +50,17 @@ class Arrivals:
         self.steps: list[int] = []
         self.held_before: int | None = held_before
         self._cache = run.trainer.cache
-        self._take_filled: Callable[[], Step | None] = self._cache.take_filled
+        self._take_filled: Callable[[], ArrivedPlan | None] = self._cache.take_filled
         self._next = 0
         monkeypatch.setattr(self._cache, "take_filled", self._take)
-        run.trainer.conversation.listen({StepReady: self._accept})
+        run.trainer.conversation.listen({PlanReady: self._accept})
 
-    def _accept(self, message: StepReady) -> None:
+    def _accept(self, message: PlanReady) -> None:
         assert message.num_pieces == 1, "the ring is large"
-        self.steps.append(message.step)
+        self.steps.append(message.plan)
         self._cache.accept(message)
 
-    def _take(self) -> Step | None:
+    def _take(self) -> ArrivedPlan | None:
         if self._next == self.held_before:
             return None
         step = self._take_filled()
@@ -92,9 +92,9 @@ def test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done(
     run = make_run(job, batches, "more", seed)
     ahead: list[int] = []
 
-    def note(plan: StepPlan) -> None:
+    def note(plan: PlannedSteps) -> None:
         done = run.prefetcher.fetcher.done_through
-        ahead.append(plan.step - (-1 if done is None else done))
+        ahead.append(plan.plan - (-1 if done is None else done))
 
     run.prefetcher.planning.on_plan = note
     run.run()
@@ -112,9 +112,9 @@ class BarrierWatch(MemoryCheckpointer):
     def begin(self, barrier: PlannedBarrier) -> bool:
         assert self.run is not None
         prefetcher, trainer = self.run.prefetcher, self.run.trainer
-        assert prefetcher.fetcher.done_through == barrier.plan.after_step
-        assert prefetcher.writeback.applied_through == barrier.plan.after_step
-        assert prefetcher.writeback.queued == trainer.sender.queued == trainer.cache.steps_waiting == 0
+        assert prefetcher.fetcher.done_through == barrier.plan.after_plan
+        assert prefetcher.writeback.applied_through == barrier.plan.after_plan
+        assert prefetcher.writeback.queued == trainer.sender.queued == trainer.cache.plans_waiting == 0
         while trainer.conversation.advance():  # the last Released may still be on its way
             continue
         assert prefetcher.fetch_ring.used_bytes == 0
@@ -166,8 +166,8 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     assert planning.plan_next()
     planner.end()
     plan = planner.plan()
-    assert any(len(group.fetch_keys) for group in plan.groups), "the later plan has nothing to read"
-    prefetcher.plans.append(pack(planning._samples[0], plan))
+    assert any(len(group.fetch_keys) for group in plan.move), "the later plan has nothing to read"
+    prefetcher.plans.append(pack([planning._samples[0]], plan))
     run.advance_until(lambda: prefetcher.barrier.ended)
     assert (fetcher.sent_through, fetcher.reading, len(prefetcher.plans)) == (last, 0, 1)
     assert [plan.step for plan in run.plans] == list(range(last + 1))

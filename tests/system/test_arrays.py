@@ -17,9 +17,9 @@ from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.codec import decode
-from rowcast.protocol.messages import PlanHeader, StepReady
+from rowcast.protocol.messages import PlanReady, StepHeader
 from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, batch_specs, belonging, samples_of
-from rowcast.protocol.plan import plan_block, plan_header
+from rowcast.protocol.plan import step_block, step_header
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError, DataError, RemoteProtocolError
 from rowcast.trainer.models.job_model import JobModel
@@ -77,24 +77,24 @@ def test_look_ups_of_the_batch_are_whole_in_every_part_so_that_parts_have_one_lo
 # a lying prefetcher
 
 
-def plan_of(job: Job, batch: ScheduledBatch, rank: Rank) -> tuple[PlanCheck, PlanHeader, Bytes]:
+def plan_of(job: Job, batch: ScheduledBatch, rank: Rank) -> tuple[PlanCheck, StepHeader, Bytes]:
     groups = group_specs(job)
     slots = tuple(group.num_rows for group in groups)
     planner = job_planner(job, groups, [slots], [batch], rank=rank)
     planner.add(batch)
     planner.end()
-    plan = planner.plan()
+    [plan] = planner.plan().steps
     whole = batch.batch.samples
     own = whole.within(arrays_of_samples(batch.batch, samples_of(batch.batch.size, rank), belonging(job)))
-    block = plan_block(own, plan)
+    block = step_block(own, plan, 0)
     content = np.zeros(block.nbytes, np.uint8)
     block.write(0, content)
     check = PlanCheck(groups, slots, batch_specs(own, belonging(job).arrays), 0, 2**20, is_tcp=True, rank=rank)
-    return check, plan_header(own, plan, block), content
+    return check, step_header(own, plan, block), content
 
 
-def take(check: PlanCheck, header: PlanHeader, content: Bytes) -> None:
-    check.message(StepReady(step=0, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=()))
+def take(check: PlanCheck, header: StepHeader, content: Bytes) -> None:
+    check.message(PlanReady(plan=0, piece=0, num_pieces=1, steps=(header,), payload=None, arrays=None, rows=()))
     check.arrays(0, content)
 
 

@@ -68,7 +68,7 @@ def test_every_step_before_a_fault_is_trained_and_in_a_checkpoint(step: int, whe
 
 def test_a_stop_before_the_fault_is_a_stop(tmp_path: Path) -> None:
     run = broken(InProcessRun(JOB, BATCHES, SETTINGS, past(tmp_path)), 16, "ids")
-    run.prefetcher.planning.on_plan = lambda plan: run.prefetcher.stop("test") if plan.step == 3 else None
+    run.prefetcher.planning.on_plan = lambda plan: run.prefetcher.stop("test") if plan.plan == 3 else None
     run.run()
     assert run.writer is not None
     assert run.writer.newest is not None

@@ -45,7 +45,7 @@ def trained(memory_rows: int, *, with_reserve: bool) -> TieredStore:
         if planner.wants_batch:
             planner.add(batches.pop(0)) if batches else planner.end()
             continue
-        plans.append(planner.plan())
+        plans.extend(planner.plan().steps)
         store.stage(plans[-1].step, plans[-1].groups[0])
         if len(plans) > 3 * depth + 3:
             write_back(store, plans.popleft())

@@ -51,10 +51,10 @@ def assert_stopped_alike(run: RankedRun) -> EndOfData:
     """Returns where all have stopped."""
     ends = [pair.trainer.barrier.end for pair in run.pairs]
     assert ends[0] is not None
-    places = {(end.last_step, end.finished) for end in ends if end is not None}
+    places = {(end.last_plan, end.finished) for end in ends if end is not None}
     assert len(places) == 1, f"ranks have stopped at {places}"
     job, batches = workload()
-    done = batches[: (-1 if ends[0].last_step is None else ends[0].last_step) + 1]
+    done = batches[: (-1 if ends[0].last_plan is None else ends[0].last_plan) + 1]
     losses, expected = run_plain_loop(job, start_state(job, NUM_DENSE), done, 3)
     assert_equal_bits(run, losses, expected)
     return ends[0]
@@ -73,7 +73,7 @@ def test_signals_at_random_instants_stop_all_ranks_after_the_same_step() -> None
         for _ in range(chance.choice((1, 1, 2))):
             run.when(once_after(chance, run), functools.partial(stop, chance.choice(run.pairs), chance.choice(SIDES)))
         end = assert_stopped_alike(run.run())
-        found["finished" if end.finished else "in an evaluation" if end.last_step in EVALUATION else "stopped"] += 1
+        found["finished" if end.finished else "in an evaluation" if end.last_plan in EVALUATION else "stopped"] += 1
         found["apart"] += run.most_apart >= 3
     for what in ("finished", "in an evaluation", "stopped", "apart"):
         assert found[what], found
@@ -90,10 +90,10 @@ def test_a_stop_is_made_wherever_it_comes(side: str, begun: int | None, last: in
     number = 1
     run.when(lambda: run.pairs[number].trainer.loop.step_begun == begun, lambda: stop(run.pairs[number], side))
     end = assert_stopped_alike(run.run())
-    assert end.last_step is not None
+    assert end.last_plan is not None
     if last is not None:
-        assert end.last_step == last or (side == "prefetcher" and end.last_step > last)
-    assert end.finished == (end.last_step == len(workload()[1]) - 1)
+        assert end.last_plan == last or (side == "prefetcher" and end.last_plan > last)
+    assert end.finished == (end.last_plan == len(workload()[1]) - 1)
     if not end.finished:
         reasons = [pair.trainer.barrier.stop_reason for pair in run.pairs]
         assert reasons == ["a request to rank 1", f"SIGTERM to the {side}", "a request to rank 1"]
@@ -118,15 +118,15 @@ def test_a_request_without_an_agreement_is_seen() -> None:
 
 def test_one_rank_of_several_parts_stops_at_once() -> None:
     sent: list[StopRequest] = []
-    alone = AgreedStop(Rank(number=0, count=1, parts=3), DEPTH, sent.append)
+    alone = AgreedStop(Rank(number=0, count=1, parts=3), workload()[0], sent.append)
     alone.ask("SIGTERM to the trainer")
     alone.seen(3, [True])
     assert sent == [StopRequest(reason="SIGTERM to the trainer")]
     run = new_run(seed=2, ranks=1)
     run.when(lambda: run.pairs[0].trainer.loop.step_begun == 2, lambda: stop(run.pairs[0], "prefetcher"))
     end = assert_stopped_alike(run.run())
-    assert end.last_step is not None
-    assert end.last_step <= 2 + 2 * DEPTH + 2
+    assert end.last_plan is not None
+    assert end.last_plan <= 2 + 2 * DEPTH + 2
 
 
 def test_a_last_step_that_is_planned_already_is_refused() -> None:

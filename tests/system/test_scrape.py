@@ -242,15 +242,15 @@ def test_every_phase_took_time(run: ScrapedRun, process: Process) -> None:
 def test_at_the_end_nothing_is_in_flight_dirty_or_behind(run: ScrapedRun) -> None:
     total = run.scrapes["prefetcher"].total
     for name in (
-        "rowcast_in_flight_steps",
+        "rowcast_in_flight_plans",
         "rowcast_slots_dirty",
-        "rowcast_write_back_lag_steps",
+        "rowcast_write_back_lag_plans",
         "rowcast_known_batches",
     ):
         assert total(name) == 0, name
     assert total("rowcast_ring_used_bytes") == 0
     assert total("rowcast_slots_clean") > 0
-    assert (total("rowcast_depth_steps"), total("rowcast_horizon_batches")) == (2, 4)
+    assert (total("rowcast_depth_plans"), total("rowcast_horizon_batches")) == (2, 8), "2 plans of 4 steps"
     assert run.scrapes["trainer"].total("rowcast_ring_used_bytes") == 0
 
 

@@ -151,7 +151,7 @@ def test_what_the_prefetcher_waits_for_is_counted_under_its_reason(
         monkeypatch.setattr(driver, name, stand_in)
     run = in_process_run(**how)
     settle(run, *held)
-    assert reason != "write_back" or any(plan.after_step is not None for plan in run.plans)
+    assert reason != "write_back" or any(after is not None for after in run.after_plans)
     assert_prefetcher_stalls(run, stage, reason)
 
 

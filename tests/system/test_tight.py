@@ -18,7 +18,7 @@ from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.stores.store import finish
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.messages import StepReady, StopRequest
+from rowcast.protocol.messages import PlanReady, StopRequest
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import NUM_DENSE, distinct_rows, make_batch, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits
@@ -62,13 +62,13 @@ class Pieces:
         self.with_rows: dict[int, int] = {}
         self.payload_bytes: dict[int, int] = {}
         self._cache = run.trainer.cache
-        run.trainer.conversation.listen({StepReady: self._accept})
+        run.trainer.conversation.listen({PlanReady: self._accept})
 
-    def _accept(self, message: StepReady) -> None:
+    def _accept(self, message: PlanReady) -> None:
         assert message.payload is not None
         for counts, carried in ((self.with_arrays, message.arrays is not None), (self.with_rows, bool(message.rows))):
-            counts[message.step] = counts.get(message.step, 0) + carried
-        self.payload_bytes[message.step] = self.payload_bytes.get(message.step, 0) + message.payload.nbytes
+            counts[message.plan] = counts.get(message.plan, 0) + carried
+        self.payload_bytes[message.plan] = self.payload_bytes.get(message.plan, 0) + message.payload.nbytes
         self._cache.accept(message)
 
 
@@ -84,7 +84,7 @@ def test_plans_larger_than_the_ring_pass_a_cache_of_one_batch_with_a_late_store(
     run.run()
     assert_equal_bits(run, losses, end)
     assert sum(group.num_dirty for plan in run.plans for group in plan.groups) > 0, "no dirty row was evicted"
-    assert any(plan.after_step is not None for plan in run.plans), "no evicted row was fetched again under after_step"
+    assert any(after is not None for after in run.after_plans), "no evicted row was fetched again under after_plan"
     assert min(pieces.with_arrays.values()) >= 2, "a plan's arrays fit one piece"
     assert min(pieces.with_rows.values()) >= 2, "a plan's rows fit one piece"
     assert max(pieces.payload_bytes.values()) > MIN_RING_BYTES, "every plan fits the ring"

@@ -20,8 +20,8 @@ from rowcast.protocol.plan import (
     StepPlan,
     barrier_stamp,
     cut,
-    plan_block,
     plan_stamp,
+    step_block,
 )
 from rowcast.protocol.transport.ring import RingWriter
 from tests.support.batches import slots_for, small_batches, small_job
@@ -53,14 +53,14 @@ class Alone:
 def plan_alone(job: Job, batches: Sequence[ScheduledBatch], slots: tuple[int, ...]) -> Alone:
     groups = group_specs(job)
     planner = job_planner(job, groups, [slots], batches[:MEASURED_BATCHES])
-    plans = []
+    plans = list[StepPlan]()
     for batch in batches:
         planner.add(batch)
         while planner.ready():
-            plans.append(planner.plan())
+            plans.extend(planner.plan().steps)
     planner.end()
     while planner.ready():
-        plans.append(planner.plan())
+        plans.extend(planner.plan().steps)
     return Alone(list(batches), plans, planner.barrier("end of data", finished=True), groups)
 
 
@@ -99,7 +99,7 @@ def assert_moved_as_planned(traffic: Traffic, alone: Alone) -> None:
 
 
 def pieces_of(batch: ScheduledBatch, plan: StepPlan, groups: tuple[GroupSpec, ...], ring: RingWriter) -> list[Piece]:
-    block = plan_block(batch.batch, plan)
+    block = step_block(batch.batch, plan, 0)
     return cut(
         block.nbytes,
         [len(group.fetch_keys) for group in plan.groups],

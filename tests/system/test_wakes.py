@@ -18,7 +18,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
-from rowcast.protocol.messages import Bye, Flush, Hello, Released, RowsBack, StepDone, StepReady
+from rowcast.protocol.messages import Bye, Flush, Hello, PlanDone, PlanReady, Released, RowsBack
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.disk import Disk
@@ -162,15 +162,15 @@ def without(process: str, cause: object, thread: str) -> dict[str, Wakes]:
 
 
 NEEDED: list[tuple[str, object, str]] = [
-    ("prefetcher", StepDone, "fetcher"),
-    ("prefetcher", StepDone, "planning"),
+    ("prefetcher", PlanDone, "fetcher"),
+    ("prefetcher", PlanDone, "planning"),
     ("prefetcher", Released, "fetcher"),
     ("prefetcher", RowsBack, "write-back"),
     ("prefetcher", "plan made", "fetcher"),
     ("prefetcher", "no rows return", "write-back"),
     ("prefetcher", "write-back", "fetcher"),
     ("prefetcher", "checkpoint", "fetcher"),
-    ("trainer", StepReady, "main"),
+    ("trainer", PlanReady, "main"),
     ("trainer", Flush, "main"),
     ("trainer", Released, "sender"),
     ("trainer", "main", "sender"),

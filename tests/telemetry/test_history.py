@@ -35,7 +35,7 @@ class Past:
             self.first_step_s = self.clock.now_s
         self.history.update(self.first_step_s)
         self.clock.now_s += seconds
-        self.counters.step_done(three_steps.header(three_steps.step_plan(kind), batch_size=32), 0.5)
+        three_steps.trained(self.counters, kind, 32, 0.5)
 
     def close(self) -> list[HistoryMark]:
         self.history.close(self.first_step_s)
@@ -68,7 +68,7 @@ def test_marks_stand_about_a_second_apart_and_end_with_the_last_counters() -> No
 def test_waits_and_bytes_before_the_first_step_are_told_apart() -> None:
     past = Past()
     past.history.begin(0)
-    past.counters.step_ready(three_steps.step_ready((4, 4), arrays_bytes=1000))
+    past.counters.plan_ready(three_steps.plan_ready((4, 4), arrays_bytes=1000))
     past.clock.now_s += 60
     past.step(0.04)
     first, last = past.close()

@@ -116,9 +116,9 @@ VALUES: dict[Process, list[tuple[str, dict[str, str], float]]] = {  # metric wit
     "prefetcher": [
         ("queue_depth", {"queue": "batches"}, 5),
         ("ring_used_bytes", TO, 4096),
-        ("depth_steps", {}, 4),
+        ("depth_plans", {}, 4),
         ("horizon_batches", {}, 64),
-        ("write_back_lag_steps", {}, 2),
+        ("write_back_lag_plans", {}, 2),
         ("slots_free", SECOND, 4),
         ("slots_clean", SECOND, 5),
         ("slots_dirty", SECOND, 6),

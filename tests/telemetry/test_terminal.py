@@ -25,7 +25,7 @@ class Clock:
 
 def train(counters: TrainerCounters, steps: int, loss: float) -> None:
     for _ in range(steps):
-        counters.step_done(three_steps.header(three_steps.step_plan(), batch_size=100), loss)
+        three_steps.trained(counters, "train", 100, loss)
 
 
 def plain_console() -> tuple[Console, io.StringIO]:
@@ -123,7 +123,7 @@ def test_an_evaluation_by_itself_fills_the_bar_by_its_own_steps() -> None:
     console = terminal(120)
     with TerminalProgress(counters, 40, first_step=40, mode="eval", eval_steps=8, console=console, clock=clock):
         for _ in range(2):
-            counters.step_done(three_steps.header(three_steps.step_plan("eval"), batch_size=100), None)
+            three_steps.trained(counters, "eval", 100, None)
     assert f"{'━' * 5:20} step 2/8" in written(console)
 
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rowcast.job.tables import group_specs
-from rowcast.protocol.messages import RingSpec, RowSpan, StepReady, Welcome
+from rowcast.protocol.messages import PlanReady, RingSpec, RowSpan, Welcome
 from rowcast.protocol.parts import InputSpec
 from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.step.engine import check_welcome_fits
@@ -77,15 +77,15 @@ def test_a_later_piece_of_a_barrier_cannot_announce_another_one(changes: dict[st
 def test_a_piece_with_more_rows_than_staging_holds_is_refused() -> None:
     record_bytes = GROUPS[0].record_bytes
     rows = RowSpan(group=0, start=0, count=4, offset=256)
-    ready = StepReady(
-        step=0,
+    ready = PlanReady(
+        plan=0,
         piece=1,
         num_pieces=2,
-        plan=None,
+        steps=(),
         payload=sample_messages.ref(256 + 4 * record_bytes),
         arrays=None,
         rows=(rows,),
     )
     PlanCheck(GROUPS, (100, 50), sample_messages.announced(4), 0, 4 * record_bytes, is_tcp=False).message(ready)
-    with pytest.raises(RemoteProtocolError, match=facts("step 0", f"{4 * record_bytes} bytes", 3 * record_bytes)):
+    with pytest.raises(RemoteProtocolError, match=facts("plan 0", f"{4 * record_bytes} bytes", 3 * record_bytes)):
         PlanCheck(GROUPS, (100, 50), sample_messages.announced(4), 0, 3 * record_bytes, is_tcp=False).message(ready)

@@ -10,9 +10,9 @@ import pytest
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.protocol.batch import Batch
-from rowcast.protocol.messages import PlanHeader, ShareHeader, StepReady
+from rowcast.protocol.messages import PlanReady, ShareHeader, StepHeader
 from rowcast.protocol.parts import UNDIVIDED, Rank, samples_of
-from rowcast.protocol.plan import plan_block, plan_header
+from rowcast.protocol.plan import step_block, step_header
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import RemoteProtocolError
@@ -30,24 +30,24 @@ POSITIONS = [name for name, layout in (GROUP_ARRAYS | EXCHANGE_ARRAYS).items() i
 
 def plan_of_rank(
     rank: Rank = RANK, groups: tuple[GroupSpec, ...] = GROUPS, bags: Bags = "weighted apart"
-) -> tuple[PlanHeader, Bytes]:
+) -> tuple[StepHeader, Bytes]:
     job = small_job("adagrad", bags)
     batches = small_batches(job, bags, num_steps=2, eval_at=())
     planner = job_planner(job, groups, [SLOTS], batches, rank=rank)
     planner.add(batches[0])
     planner.end()
-    plan = planner.plan()
+    [plan] = planner.plan().steps
     batch = batches[0].batch
     own = samples_of(batch.size, rank)
-    block = plan_block(share := Batch(dense=batch.dense[own], labels=batch.labels[own], ids=batch.ids), plan)
+    block = step_block(share := Batch(dense=batch.dense[own], labels=batch.labels[own], ids=batch.ids), plan, 0)
     content = np.zeros(block.nbytes, np.uint8)
     block.write(0, content)
-    return plan_header(share, plan, block), content
+    return step_header(share, plan, block), content
 
 
-def take(header: PlanHeader, content: Bytes, rank: Rank = RANK, groups: tuple[GroupSpec, ...] = GROUPS) -> None:
+def take(header: StepHeader, content: Bytes, rank: Rank = RANK, groups: tuple[GroupSpec, ...] = GROUPS) -> None:
     check = PlanCheck(groups, SLOTS, sample_messages.announced(NUM_DENSE), 0, 2**20, is_tcp=True, rank=rank)
-    check.message(StepReady(step=0, piece=0, num_pieces=1, plan=header, payload=None, arrays=None, rows=()))
+    check.message(PlanReady(plan=0, piece=0, num_pieces=1, steps=(header,), payload=None, arrays=None, rows=()))
     check.arrays(0, content)
 
 
@@ -71,7 +71,7 @@ def test_plans_of_placed_tables_pass_where_the_tables_are_placed_and_nowhere_els
             take(header, content, rank, other)
 
 
-def with_share(header: PlanHeader, change: Callable[[ShareHeader], dict[str, Any]]) -> PlanHeader:
+def with_share(header: StepHeader, change: Callable[[ShareHeader], dict[str, Any]]) -> StepHeader:
     assert header.share is not None
     first, *others = header.share.groups
     changed = msgspec.structs.replace(first, **change(first))

@@ -256,7 +256,7 @@ def job_of(homes: list[Home], capacity: int, device: torch.device, folder: Path)
         "model": {"kind": NO_MODEL},
         "optimizer": {"sparse": {"kind": "sgd", "lr": 0.0}, "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
-        "lookahead": {"depth": DEPTH, "horizon": HORIZON},
+        "lookahead": {"depth": DEPTH, "horizon": HORIZON, "bundle": 1},
         "trainer": {"device": str(device)},
         "transport": dict.fromkeys(("connect_timeout", "silence_timeout", "stall_timeout"), MOST_STOPPED),
     }

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.messages import Answer, Ask, Ids, Returned, StepReady
+from rowcast.protocol.messages import Answer, Ask, Ids, PlanReady, Returned
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.step.cache import Step
+from rowcast.trainer.step.cache import ArrivedPlan, Step
 from rowcast.trainer.step.engine import TrainerEngine
 
 PARCEL_BYTES = 2**20  # of rows in a message
@@ -224,7 +224,8 @@ class ScriptEngine:
             self._steps.popleft()
             self._planned.clear()
 
-    def _filled(self, step: Step, message: StepReady) -> None:
+    def _filled(self, plan: ArrivedPlan, message: PlanReady) -> None:
+        [step] = plan.steps
         self._leaving = [late for late in self._leaving if late.number > message.returned]
         own = next(coming for coming in self._steps if coming.number == step.step)
         if message.rows and not own.is_placed:

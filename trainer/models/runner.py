@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.protocol.messages import GroupHeader, PlanHeader
+from rowcast.protocol.messages import GroupHeader, StepHeader
 from rowcast.runtime.arrays import F32
 from rowcast.trainer.device.streams import PhaseClock, Shown, Streams
 from rowcast.trainer.kernels import ADDRESSED, Kernels
@@ -31,7 +31,7 @@ from rowcast.trainer.models.model_state import (
 
 
 class Arrays(Mapping[str, Tensor]):
-    """A plan's arrays, by name."""
+    """A step's arrays, by name."""
 
     @abstractmethod
     def addresses(self, names: Sequence[str]) -> list[int]:
@@ -50,7 +50,7 @@ class StepInputs(Protocol):
     def step(self) -> int: ...
 
     @property
-    def header(self) -> PlanHeader: ...
+    def header(self) -> StepHeader: ...
 
     @property
     def arrays(self) -> Arrays:
@@ -65,7 +65,7 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
 
 
 class ArrivedLookup(GroupLookup):
-    """The look-ups of a plan, whose tensors are made when they are asked for."""
+    """The look-ups of a step, whose tensors are made when they are asked for."""
 
     __slots__ = ("_addresses", "_arrays", "_group", "_header")
     _addresses: list[int]

@@ -33,15 +33,15 @@ class AgreedStop:
 
     step p       each rank tells the others, with what they exchange anyway, whether it was asked to stop
     complete     all see the same flags of step p; from the first step with one, all name the same last step
-    p + 2 depth + 3   no prefetcher can have planned it: plans go to 2 depth + 2 steps beyond the last StepDone that it
-                 has, and the StopRequest of step p is sent before the StepDone of step p
+    p + (2 depth + 3) * bundle   no prefetcher can have planned it: it makes 2 depth + 2 plans, of up to `bundle` steps,
+                 beyond the last PlanDone that it has, and the StopRequest of step p is sent before that of p's plan
 
     The main thread calls `seen`, any thread `ask`, and the compute stream reads `asked`."""
 
-    def __init__(self, rank: Rank, depth: int, send: Callable[[StopRequest], None]) -> None:
-        """`depth`: of the look-ahead. `send`: to this rank's prefetcher."""
+    def __init__(self, rank: Rank, job: Job, send: Callable[[StopRequest], None]) -> None:
+        """`send`: to this rank's prefetcher."""
         self._is_only_rank = rank.count == 1
-        self._ahead = 2 * depth + 3
+        self._ahead = (2 * job.lookahead.depth + 3) * job.bundle
         self._send = send
         self._reason: str | None = None
         self._is_agreed = False

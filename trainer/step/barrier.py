@@ -251,11 +251,11 @@ class TrainerBarrier:
         return self._follow(TrainerEvent.RESTORED)
 
     def _receive_slots(self, message: Flush, payload: Tensor | None) -> bool:
-        """Receives one piece. Raises RemoteProtocolError if an earlier step is not complete or the piece is invalid."""
-        num_open = self._cache.open_steps
+        """Receives one piece. Raises RemoteProtocolError if an earlier plan is not complete or the piece is invalid."""
+        num_open = self._cache.open_plans
         if num_open:
             raise RemoteProtocolError(
-                f"barrier {message.barrier} came while {num_open} messages and steps before it were not done"
+                f"barrier {message.barrier} came while {num_open} messages and plans before it were not done"
             )
         self._follow(TrainerEvent.MORE_SLOTS if message.piece else TrainerEvent.FLUSH)
         self._check.barrier(message, self._open.header if message.piece else None)
@@ -296,7 +296,7 @@ class TrainerBarrier:
                 rows,
                 [self._dirty[f"{span.group}.slots"] for span in rows],
                 room,
-                step=flush.header.after_step,
+                plan=flush.header.after_plan,
                 barrier=flush.header.barrier,
                 piece=flush.num_gathered,
                 last=not flush.pieces,

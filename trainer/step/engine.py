@@ -13,7 +13,7 @@ from rowcast.job.learning_rate import learning_rate
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import GroupSpec, group_specs, with_placements
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import Answer, Bye, EndOfData, Flush, Released, Restore, StepReady, StopRequest, Welcome
+from rowcast.protocol.messages import Answer, Bye, EndOfData, Flush, PlanReady, Released, Restore, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, InputSpec, Rank, belonging
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.scrape import CountersCollector, Gauges
@@ -37,7 +37,7 @@ ENTRY_LIMIT = 2**20  # values in an entry of one of the batch's arrays
 
 # a message, or a turn of a thread -> the threads that it may unblock; no other thread waits for it
 WAKES: Wakes = {
-    StepReady: ("main",),
+    PlanReady: ("main",),
     Restore: ("main",),
     Flush: ("main",),
     EndOfData: ("main",),
@@ -114,7 +114,7 @@ class TrainerEngine:
         self.barrier = TrainerBarrier(
             self.cache, training, check, resumes=welcome.restore_bytes > 0, sends_model_state=rank.number == 0
         )
-        self.loop = TrainingLoop(self.cache, self.barrier, training, steps, welcome.depth, clock, send)
+        self.loop = TrainingLoop(self.cache, self.barrier, training, steps, clock, send)
         self.stages: dict[str, Stage] = {
             "mail": conversation.advance,
             "loop": self.loop.advance,
@@ -122,7 +122,7 @@ class TrainerEngine:
         }
         conversation.listen(
             {
-                StepReady: self.cache.accept,
+                PlanReady: self.cache.accept,
                 Released: lambda message: rings.back.release(message.position),
                 Restore: self.barrier.accept_restore,
                 Flush: self.barrier.accept_flush,
@@ -143,7 +143,7 @@ class TrainerEngine:
     def gauges(self, idle: TrainerGauges) -> TrainerGauges:
         return replace(
             idle,
-            queue_depths={"steps": self.cache.steps_waiting, "rows_back": self.sender.queued},
+            queue_depths={"steps": self.cache.plans_waiting, "rows_back": self.sender.queued},
             ring_used_bytes=self.back_ring.used_bytes,
             ring_size_bytes=self.back_ring.capacity,
             frames_refused=self.conversation.frames_refused,

@@ -1,20 +1,20 @@
 """Executes steps in the order of their plans, in the trainer's main loop, without waiting for the device.
 
-The life of step p; `TrainingLoop.advance` is the code:
+The life of plan p and of its steps s; `TrainingLoop.advance` is the code:
 
     thread  function                what it moves                                 to
-    mail    cache.accept            StepReady(p), arrays checked               -> the main thread
+    mail    cache.accept            PlanReady(p), arrays checked               -> the main thread
     main    cache.copy_in_next      rows of plan p, from the ring              -> fill staging
             cache.release_copied    Released                                   -> the prefetcher
             cache.fill_next         victims of plan p, from their slots        -> evict staging, the sender
                                     rows of plan p, from fill staging          -> those slots
     sender  advance                 victims of plan p, from evict staging      -> the back ring
                                     RowsBack(p)                                -> the prefetcher
-    main    take, begin             step p may use its rows                    -> the compute stream
+    main    take, begin             step s may use its rows                    -> the compute stream
             _compute                look-up, forward, backward, update         -> slots, losses
-            finish                  the event of step p                        -> the main thread
+            finish                  the event of step s                        -> the main thread
             _report_complete        its loss, once the event has happened      -> results, the sender
-    sender  advance                 StepDone(p)                                -> the prefetcher
+    sender  advance                 PlanDone(p), after its last step           -> the prefetcher
 
 With a training script (`trainer/adopt/`), the script does the work between `begin` and `finish`:
 
@@ -26,20 +26,21 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rowcast.protocol.messages import StepDone, StopRequest
+from rowcast.protocol.messages import PlanDone, StopRequest
 from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
 from rowcast.trainer.device.streams import Event, PhaseClock, Shown, Streams, ignore
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState, TrainingState
-from rowcast.trainer.step.cache import DeviceCache, Step
+from rowcast.trainer.step.cache import ArrivedPlan, DeviceCache, Step
 from rowcast.trainer.step.metrics import StallReason
 
 
@@ -56,7 +57,7 @@ class Steps(Protocol):
         """Issues the copy of the evaluation's counts to the host, into `closed`, and resets them."""
 
     def completed(self, step: int) -> None:
-        """Called when all work of the step is complete, before its StepDone."""
+        """Called when all work of the step is complete, before its PlanDone."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,12 +78,11 @@ class TrainingLoop:
         barrier: TrainerBarrier,
         training: TrainingState,
         steps: Steps | None,
-        depth: int,
         clock: PhaseClock,
         send: Callable[[StopRequest], None],
     ) -> None:
         """`steps`: None: a training script computes them. `clock` times the steps' stream."""
-        # called when all work of a step is complete, before its StepDone
+        # called when all work of a step is complete, before its PlanDone
         self.completed: Callable[[int], None] = ignore if steps is None else steps.completed
         self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
         self.step_begun: int | None = None
@@ -97,7 +97,9 @@ class TrainingLoop:
         self._send = send
         self.ended_by = ""  # why training has ended before its data
         pinned = streams.device.type == "cuda"
-        self._losses = [torch.zeros((), dtype=torch.float32, device="cpu", pin_memory=pinned) for _ in range(depth + 2)]
+        self._new_loss = partial(torch.zeros, (), dtype=torch.float32, device="cpu", pin_memory=pinned)
+        self._losses: list[Tensor] = []  # of no step
+        self._taken: deque[Step] = deque()  # of a plan whose rows are on their way to their slots
         self._issued: deque[Step | Closing] = deque()
 
     @property
@@ -166,12 +168,14 @@ class TrainingLoop:
 
     def take(self) -> Step | None:
         """Returns the next step once its rows are on their way; begin and finish it before calling this again."""
-        return self._cache.take_filled()
+        if not self._taken and (plan := self._cache.take_filled()) is not None:
+            self._taken.extend(plan.steps)
+        return self._taken.popleft() if self._taken else None
 
     def begin(self, step: Step) -> None:
         """Allows the compute stream to look up and update the step's rows."""
         step.began_s = time.perf_counter()
-        self._streams.compute.wait(step.filled[-1], "filled")
+        self._streams.compute.wait(step.plan.filled[-1], "filled")
         self.first_step_s = self.first_step_s or step.began_s
         self.step_begun = step.step
         self._barrier.stop_reason = None
@@ -182,7 +186,8 @@ class TrainingLoop:
         if step.header.kind == "train":
             self._training.train_steps = step.header.train_step + 1
         step.loss, step.computed = loss, self._streams.compute.record()
-        self._cache.issued(step)
+        if step.ends_plan:
+            self._cache.issued(step.plan)
         self._issued.append(step)
 
     def pass_over(self, step: Step) -> None:
@@ -206,7 +211,7 @@ class TrainingLoop:
         return True
 
     def _skip(self, step: Step) -> None:
-        """Passes over a step after the end of training; tells the prefetcher of the first one, before its StepDone."""
+        """Passes over a step after the end of training; tells the prefetcher of the first one, before its PlanDone."""
         if not self.ended_by:
             self.ended_by = self._training.ended_by
             self._send(StopRequest(reason=self.ended_by, next_step=step.step, finished=True))
@@ -218,7 +223,7 @@ class TrainingLoop:
             self._training.evaluating = True
             self._steps.issue_evaluate(self._streams, step, lambda: self._counters.shown("evaluate", step.step))
             return None
-        loss = self._losses[step.step % len(self._losses)]
+        loss = self._losses.pop() if self._losses else self._new_loss()
         self._steps.issue_train(self._streams, step, loss)
         return loss
 
@@ -231,8 +236,8 @@ class TrainingLoop:
     def _close_evaluation(self) -> bool:
         """Closes the evaluation once it is over; returns whether it did. One that a stop interrupts continues in the
         next attempt."""
-        following = self._cache.next_filled
-        is_over = self._barrier.evaluated or (following is not None and following.header.kind == "train")
+        following = None if self._taken else self._cache.next_filled
+        is_over = self._barrier.evaluated or (following is not None and following.move.kind == "train")
         if not self._training.evaluating or not is_over:
             return False
         closing = Closing(counts=[], train_steps=self._training.train_steps)
@@ -273,11 +278,19 @@ class TrainingLoop:
                     "optimizer.sparse.lr or dense.lr"
                 )
             self._training.results.loss(step.header.train_step, loss)
+            self._losses.append(step.loss)
         crash_point("step computed")
-        self._cache.completed(step.step)
         self._clock.complete(step.step)
         self.step_done = step.step
         if step.counts:
             self._counters.step_done(step.header, None if loss is None else float(loss))
         self._counters.show("step", step.header.kind, time.perf_counter() - step.began_s, step.step)
-        self._sender.finish(StepDone(step=step.step, rank=self._counters.rank))
+        if step.ends_plan:
+            self._report_plan(step.plan)
+
+    def _report_plan(self, plan: ArrivedPlan) -> None:
+        self._cache.completed(plan)
+        counted = [step.header for step in plan.steps if step.counts]
+        if counted:
+            self._counters.plan_done(plan.move, counted)
+        self._sender.finish(PlanDone(plan=plan.plan, rank=self._counters.rank))

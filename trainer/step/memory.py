@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec, aligned
-from rowcast.protocol.messages import ArraySpec, PlanHeader, RowSpan
+from rowcast.protocol.messages import ArraySpec, RowSpan, StepHeader
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
 from rowcast.runtime.arrays import I32, Bytes
@@ -61,7 +61,7 @@ class DerivedArrays:
     """The arrays derived from a plan's arrays, on the host."""
 
     items: I32  # all of them, each from a multiple of ARRAY_ALIGNMENT bytes
-    places: dict[str, tuple[int, int]]  # start and end of each array in `items`
+    places: list[dict[str, tuple[int, int]]]  # of each step: start and end of each array in `items`
     indices: list[str]  # those of int64, as torch requires for positions to write to
 
 
@@ -212,43 +212,45 @@ class PlanMemory:
     def nbytes(self) -> int:
         return self._block.nbytes
 
-    def open(self, step: int, header: PlanHeader) -> PlanArrays:
-        """Returns the plan's arrays, which lie at the start of a block. Raises ConfigError if device memory does not
-        suffice."""
-        derived = most_derived_bytes(header)
-        arranged = sum(2 * arranged_bytes(spec) for _, spec in ordered(header))
-        if len(self._block) < header.arrays_bytes + derived + arranged:
-            self._block = self._allocate(step, header.arrays_bytes + derived + arranged)
+    def open(self, plan: int, headers: Sequence[StepHeader]) -> list[PlanArrays]:
+        """Returns the arrays of each step of a plan, which lie at the start of a block. Raises ConfigError if device
+        memory does not suffice."""
+        sent, derived = headers[-1].arrays_bytes, sum(map(most_derived_bytes, headers))
+        arranged = sum(2 * arranged_bytes(spec) for header in headers for _, spec in ordered(header))
+        if len(self._block) < sent + derived + arranged:
+            self._block = self._allocate(plan, sent + derived + arranged)
         if len(self._derived) < derived:
             self._derived = self._host_memory(derived * 5 // 4)
             self._derived_items = self._derived.numpy().view(np.int32)
-        return PlanArrays(self._block, header.arrays)
+        return [PlanArrays(self._block, header.arrays) for header in headers]
 
-    def put(self, header: PlanHeader, derived: DerivedArrays, arrays: PlanArrays) -> None:
-        """Issues their copy to the device; adds them to `arrays`."""
-        nbytes = derived.items.nbytes
+    def put(self, headers: Sequence[StepHeader], derived: DerivedArrays, arrays: Sequence[PlanArrays]) -> None:
+        """Issues their copy to the device; adds them to `arrays`, of each step."""
+        sent, nbytes = headers[-1].arrays_bytes, derived.items.nbytes
         self._derived_items[: len(derived.items)] = derived.items
-        block = self._block[header.arrays_bytes : header.arrays_bytes + nbytes]
-        self._streams.copy_in.copy(self._derived[:nbytes], block)
-        for name, (first, end) in derived.places.items():
-            arrays.places[name] = header.arrays_bytes + 4 * first, torch.int32, (end - first,)
-        for name in derived.indices:
-            offset, _, (size,) = arrays.places[name]
-            arrays.places[name] = offset, torch.int64, (size // 2,)
+        self._streams.copy_in.copy(self._derived[:nbytes], self._block[sent : sent + nbytes])
+        for own, places in zip(arrays, derived.places, strict=True):
+            for name, (first, end) in places.items():
+                own.places[name] = sent + 4 * first, torch.int32, (end - first,)
+            for name in derived.indices:
+                offset, _, (size,) = own.places[name]
+                own.places[name] = offset, torch.int64, (size // 2,)
 
-    def arrange(self, header: PlanHeader, arrays: PlanArrays) -> None:
-        """Issues the making of `slots` and `bag_order` from each `order`, which they replace in `arrays`. All arrays of
-        the plan must have been copied on the same stream.
+    def arrange(self, headers: Sequence[StepHeader], arrays: Sequence[PlanArrays]) -> None:
+        """Issues the making of `slots` and `bag_order` from each `order`, which they replace in `arrays`, of each step.
+        All arrays of the plan must have been copied on the same stream.
         """
-        end, groups = header.arrays_bytes + most_derived_bytes(header), list[int]()
-        for group, spec in ordered(header):
-            for name in ("slots", "bag_order"):
-                arrays.places[f"{group}.{name}"] = end, torch.int32, spec.shape
-                end += arranged_bytes(spec)
-            groups.append(group)
-        self._streams.copy_in.run(partial(self._arrange, header, arrays, groups))
+        end = headers[-1].arrays_bytes + sum(map(most_derived_bytes, headers))
+        for header, own in zip(headers, arrays, strict=True):
+            groups = list[int]()
+            for group, spec in ordered(header):
+                for name in ("slots", "bag_order"):
+                    own.places[f"{group}.{name}"] = end, torch.int32, spec.shape
+                    end += arranged_bytes(spec)
+                groups.append(group)
+            self._streams.copy_in.run(partial(self._arrange, header, own, groups))
 
-    def _arrange(self, header: PlanHeader, arrays: PlanArrays, groups: Sequence[int]) -> None:
+    def _arrange(self, header: StepHeader, arrays: PlanArrays, groups: Sequence[int]) -> None:
         if self._streams.device.type == "cpu":
             own = [(group, header.groups[group]) for group in groups]
             places = [
@@ -260,8 +262,8 @@ class PlanMemory:
             for group in groups:
                 arrange_in_torch(self._groups[group], *(arrays[name] for name in array_names(group, ARRANGED)))
 
-    def _allocate(self, step: int, nbytes: int) -> Tensor:
-        what = f"step {step} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
+    def _allocate(self, plan: int, nbytes: int) -> Tensor:
+        what = f"plan {plan} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
         with memory_for(what, "make data.batch_size or cache.capacity smaller"):
             return self._streams.allocate(nbytes * 5 // 4)
 
@@ -270,27 +272,32 @@ class PlanMemory:
         return torch.empty(aligned(nbytes, ARRAY_ALIGNMENT), dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
 
 
-def derive(header: PlanHeader, content: Bytes) -> DerivedArrays:
-    """Computes the chunks of each group's long rows, and its fetch_slots as "<group>.fill_slots", i64.
+def derive(headers: Sequence[StepHeader], content: Bytes) -> DerivedArrays:
+    """Computes the chunks of each group's long rows, and its fetch_slots as "<group>.fill_slots", i64, of each step.
 
     `content` u8 [arrays_bytes]: the plan's arrays, checked. Any thread.
     """
-    segments = [spec for spec in header.arrays if spec.name.endswith(".segment_offsets")]
-    fetched = [spec for spec in header.arrays if spec.name.endswith(".fetch_slots")]
+    specs = [spec for header in headers for spec in header.arrays]
+    segments = [spec for spec in specs if spec.name.endswith(".segment_offsets")]
+    fetched = [spec for spec in specs if spec.name.endswith(".fetch_slots")]
     of_groups = [
         (offsets.offset // 4, offsets.shape[0] - 1, slots.offset // 4, slots.shape[0])
         for offsets, slots in zip(segments, fetched, strict=True)
     ]
-    items, found = derived_items(content.view(np.int32), of_groups, most_derived_bytes(header) // 4)
-    places = {
-        f"{group}.{name}": (first, end)
-        for group, own in enumerate(found.tolist())
-        for name, (first, end) in zip((*Chunks._fields, "fill_slots"), own, strict=True)
-    }
-    return DerivedArrays(items, places, [f"{group}.fill_slots" for group in range(len(segments))])
+    items, found = derived_items(content.view(np.int32), of_groups, sum(map(most_derived_bytes, headers)) // 4)
+    num_groups, of_all = len(segments) // len(headers), found.tolist()
+    places = [
+        {
+            f"{group}.{name}": (first, end)
+            for group, own in enumerate(of_all[at : at + num_groups])
+            for name, (first, end) in zip((*Chunks._fields, "fill_slots"), own, strict=True)
+        }
+        for at in range(0, len(of_all), num_groups)
+    ]
+    return DerivedArrays(items, places, [f"{group}.fill_slots" for group in range(num_groups)])
 
 
-def most_derived_bytes(header: PlanHeader) -> int:
+def most_derived_bytes(header: StepHeader) -> int:
     """Returns an upper bound; each array begins at a multiple of ARRAY_ALIGNMENT."""
     return sum(
         aligned(4 * (most_chunk_items(group.num_lookups) + SPARE_ITEMS) + 8 * group.num_fetch, ARRAY_ALIGNMENT)

@@ -6,14 +6,14 @@ from typing import Literal
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.counters import Counters
-from rowcast.protocol.messages import PlanHeader
+from rowcast.protocol.messages import StepHeader
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.pooled import numbers_of_vectors
 from rowcast.trainer.device.streams import Lap, Phase
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
 Queue = Literal["steps", "rows_back"]
-# rows: the loop waits for StepReady      ring: the sender waits for space in the back ring
+# rows: the loop waits for PlanReady      ring: the sender waits for space in the back ring
 # results: the loop waits for the device  barrier: the loop waits for the flush
 # ranks: the compute stream waits for other ranks: until they reach the same point, and during the transfer
 #
@@ -39,27 +39,29 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
             self.stalled("ranks", seconds, step, ended_s)
         self.spent("exchange" if lap == "ranks" else lap, seconds, step, ended_s)
 
-    def step_done(self, plan: PlanHeader, loss: float | None) -> None:
+    def step_done(self, step: StepHeader, loss: float | None) -> None:
         """Counts a step that is complete on the device. `loss` is None for an evaluation step."""
-        self.step(plan.kind, plan.batch_size)
-        shares = (None,) * len(plan.groups) if plan.share is None else plan.share.groups
-        for counters, group, share in zip(self.groups.values(), plan.groups, shares, strict=True):
-            counters.step(
-                num_lookups=group.num_lookups,
-                num_unique=group.num_unique if share is None else share.num_own,
-                num_fetch=group.num_fetch,
-                num_evict=group.num_evict,
-            )
-        of_all = plan.batch_size if plan.share is None else plan.share.batch_size
-        if plan.share is not None:
-            self.exchanged(plan.kind, plan.share.groups)
+        self.step(step.kind, step.batch_size)
+        of_all = step.batch_size if step.share is None else step.share.batch_size
+        if step.share is not None:
+            self.exchanged(step.kind, step.share.groups)
             for own, numbers in self._pooling:
                 sent, received = map(sum, numbers(of_all))
-                self.groups[own.name].pooled(sent, received, own.gradient_bytes, trains=plan.kind == "train")
-        self.shared_samples += of_all if plan.kind == "train" else 0
-        self.shared_eval_samples += of_all if plan.kind == "eval" else 0
+                self.groups[own.name].pooled(sent, received, own.gradient_bytes, trains=step.kind == "train")
+        self.shared_samples += of_all if step.kind == "train" else 0
+        self.shared_eval_samples += of_all if step.kind == "eval" else 0
         self.loss = self.loss if loss is None else loss
         self.progressed()
+
+    def plan_done(self, move: StepHeader, steps: Sequence[StepHeader]) -> None:
+        """Counts the rows of a plan. `move`: the header with the plan's move. `steps`: that were computed."""
+        for index, (counters, moved) in enumerate(zip(self.groups.values(), move.groups, strict=True)):
+            counters.plan(
+                num_lookups=sum([step.groups[index].num_lookups for step in steps]),
+                num_unique=sum([step.num_rows(index) for step in steps]),
+                num_fetch=moved.num_fetch,
+                num_evict=moved.num_evict,
+            )
 
     def pools(self, groups: Sequence[GroupSpec], rank: Rank) -> None:
         """Also counts pooled vectors, of tables with an owner among these groups."""

@@ -1,6 +1,6 @@
 """Checks all data from the prefetcher once, on the host, before any byte is used as an index or a size.
 
-    StepReady    header: exactly the arrays that the plan's counts imply, one after another; rows inside their piece
+    PlanReady    headers: exactly the arrays that the counts of its steps imply, one after another; rows in their piece
                  arrays, when the last byte of the block has arrived: see below
     Flush        the same for a barrier's slots
 
@@ -29,9 +29,9 @@ from rowcast.protocol.messages import (
     ArraySpec,
     Flush,
     GroupHeader,
-    PlanHeader,
+    PlanReady,
     ShareHeader,
-    StepReady,
+    StepHeader,
 )
 from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_bounds, part_sizes
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
@@ -60,7 +60,7 @@ def require(condition: bool, sentence: str) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class DueChecks:
-    """The pending checks of a plan's arrays."""
+    """The pending checks of a step's arrays."""
 
     flags: list[ArraySpec]  # of bool
     starts: I64  # of each table's look-ups, group by group
@@ -133,7 +133,7 @@ class PlanCheck:
         self._staging_bytes = staging_bytes
         self._is_tcp = is_tcp
         self._rank = rank
-        self._due: dict[int, DueChecks] = {}  # by step: of plans with unchecked arrays
+        self._due: dict[int, list[tuple[int, DueChecks]]] = {}  # by plan with unchecked arrays: of each step
         self._optional = [[(f"{group}.{name}", name) for name in OPTIONAL] for group in range(len(self._groups))]
         # of each group: the part and the pooled features of each source
         self._sources = [
@@ -146,28 +146,31 @@ class PlanCheck:
         self._starts = np.concatenate(starts)  # of each table's look-ups in a batch of one sample
         self._first_starts = [0, *accumulate(map(len, starts))]
 
-    def message(self, message: StepReady) -> None:
-        if message.plan is not None:
-            self._header(message.step, message.plan)
+    def message(self, message: PlanReady) -> None:
+        if message.steps:
+            ends = [0, *(header.arrays_bytes for header in message.steps)]
+            due = [(own.step, self._header(own.step, own, end)) for own, end in zip(message.steps, ends, strict=False)]
+            self._due[message.plan] = due
         end = 0
         for span in message.rows:
             if span.group >= len(self._groups):
                 raise RemoteProtocolError(f"rows of group {span.group} came; there are {len(self._groups)} groups")
             if span.offset < end:
                 raise RemoteProtocolError(
-                    f"rows of step {message.step} at byte {span.offset} overlap those that end at {end}"
+                    f"rows of plan {message.plan} at byte {span.offset} overlap those that end at {end}"
                 )
             end = span.offset + span.count * self._groups[span.group].record_bytes
         nbytes = 0 if message.payload is None else message.payload.nbytes
         if end > nbytes:
-            raise RemoteProtocolError(f"rows of step {message.step} end at byte {end} of a payload of {nbytes}")
+            raise RemoteProtocolError(f"rows of plan {message.plan} end at byte {end} of a payload of {nbytes}")
         staged = nbytes - message.rows[0].offset if message.rows else 0
         if staged > self._staging_bytes:
             raise RemoteProtocolError(
-                f"step {message.step} has {staged} bytes of rows in a piece, staging {self._staging_bytes}"
+                f"plan {message.plan} has {staged} bytes of rows in a piece, staging {self._staging_bytes}"
             )
 
-    def _header(self, step: int, plan: PlanHeader) -> None:
+    def _header(self, step: int, plan: StepHeader, begin: int) -> DueChecks:
+        """`begin`: where its arrays begin in the plan's block. Returns the checks of these."""
         if len(plan.groups) != len(self._groups):
             raise RemoteProtocolError(f"step {step} has {len(plan.groups)} groups instead of {len(self._groups)}")
         in_order = plan.kind == "eval" or plan.train_step == self._train_step
@@ -189,6 +192,8 @@ class PlanCheck:
                 raise RemoteProtocolError(
                     f"step {step} touches {counts.unique} rows of group {index}, which has {counts.readable} slots"
                 )
+            if counts.fetch > counts.slots:
+                raise RemoteProtocolError(f"step {step} fetches {counts.fetch} rows into {counts.slots} slots")
             if max(counts.lookups, counts.bags) >= POSITION_LIMIT:
                 raise RemoteProtocolError(f"step {step} has {counts.lookups} look-ups in {counts.bags} bags")
             if "offsets" not in counts.present and counts.lookups != counts.bags:
@@ -200,11 +205,11 @@ class PlanCheck:
                 )
         layouts = list(map(self._layouts, range(len(group_counts)), group_counts))
         expected = self._plan_arrays(plan, group_counts, layouts)
-        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, expected)
+        check_layout(f"step {step}", plan.arrays, plan.arrays_bytes, expected, begin)
         self._train_step += plan.kind == "train"
-        self._due[step] = self._checks_of(plan, group_counts, layouts)
+        return self._checks_of(plan, group_counts, layouts)
 
-    def _batch_size(self, step: int, plan: PlanHeader) -> int:
+    def _batch_size(self, step: int, plan: StepHeader) -> int:
         """Returns the samples of the batch over all ranks."""
         divided = self._rank.is_divided
         asked, came = ("the share of a rank", "a whole batch") if divided else ("a whole batch", "a share")
@@ -220,7 +225,7 @@ class PlanCheck:
         )
         return size
 
-    def _counts(self, plan: PlanHeader) -> list[Counts]:
+    def _counts(self, plan: StepHeader) -> list[Counts]:
         names = {spec.name for spec in plan.arrays}
         ends = part_bounds(plan.batch_size if plan.share is None else plan.share.batch_size, self._rank.parts)
         group_counts = []
@@ -253,7 +258,7 @@ class PlanCheck:
         return self._known_layouts[key]
 
     def _plan_arrays(
-        self, plan: PlanHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]
+        self, plan: StepHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]
     ) -> Iterator[ExpectedArray]:
         for number, own in enumerate(self._inputs):
             name = own.name if number < 2 else PREFIX + own.name
@@ -262,7 +267,7 @@ class PlanCheck:
             for name, layout in own_layouts:
                 yield name, layout.dtype, layout.shape_of(counts)
 
-    def _entries(self, own: InputSpec, plan: PlanHeader) -> int:
+    def _entries(self, own: InputSpec, plan: StepHeader) -> int:
         """Returns how many entries an array of the batch has: those of its samples, or of a feature's look-ups."""
         if not own.of:
             return plan.batch_size
@@ -277,7 +282,7 @@ class PlanCheck:
         is_whole = any(own.of in table.batch_features for table in self._groups[group].tables)
         return max(of_parts) if is_whole else sum(of_parts)
 
-    def _checks_of(self, plan: PlanHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]) -> DueChecks:
+    def _checks_of(self, plan: StepHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]) -> DueChecks:
         specs = iter(plan.arrays[len(self._inputs) :])
         flags = [spec for spec in plan.arrays if spec.dtype == "b1"]
         due = DueChecks(flags=flags, starts=self._starts * plan.batch_size)
@@ -297,9 +302,10 @@ class PlanCheck:
                     due.distinct.append(spec)
         return due
 
-    def arrays(self, step: int, block: Bytes) -> None:
-        """Checks the whole block u8 [arrays_bytes] of a plan whose header has passed."""
-        self._due.pop(step).check(step, block, self._marks)
+    def arrays(self, plan: int, block: Bytes) -> None:
+        """Checks the whole block u8 [arrays_bytes] of a plan whose headers have passed."""
+        for step, due in self._due.pop(plan):
+            due.check(step, block, self._marks)
 
     def barrier(self, message: Flush, first: Flush | None) -> None:
         """Checks one piece of a barrier's slots; `first` is piece 0, or None if this is piece 0."""
@@ -359,9 +365,12 @@ def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeade
     )
 
 
-def check_layout(name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray]) -> None:
-    """Raises unless these are exactly the expected arrays, in their order, laid out as by `plan.make_block`."""
-    end = 0
+def check_layout(
+    name: str, specs: Sequence[ArraySpec], nbytes: int, expected: Iterable[ExpectedArray], begin: int = 0
+) -> None:
+    """Raises unless these are exactly the expected arrays, in their order, laid out as by `plan.make_block` from byte
+    `begin` on."""
+    end = begin
     arrived = iter(specs)
     for array, dtype, shape in expected:
         spec = next(arrived, None)
@@ -397,7 +406,7 @@ def distinct(positions: I32, name: str) -> None:
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 
 
-def ordered(plan: PlanHeader) -> Iterator[tuple[int, ArraySpec]]:
+def ordered(plan: StepHeader) -> Iterator[tuple[int, ArraySpec]]:
     """Yields the groups whose plan has an `order`, with its spec."""
     for spec in plan.arrays:
         if spec.dtype == "u2" and spec.name.endswith(".order"):

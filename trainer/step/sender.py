@@ -1,6 +1,6 @@
-"""Sends victims home: gathers them in evict staging, copies them to the ring, announces them, then reports their step.
+"""Sends victims home: gathers them in evict staging, copies them to the ring, announces them, then reports their plan.
 
-It has a separate thread: the main loop may be waiting for a `StepReady` that needs the very rows that are leaving.
+It has a separate thread: the main loop may be waiting for a `PlanReady` that needs the very rows that are leaving.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import Ask, Replica, Returned, RowsBack, RowSpan, Saved, StepDone
+from rowcast.protocol.messages import Ask, PlanDone, Replica, Returned, RowsBack, RowSpan, Saved
 from rowcast.protocol.plan import barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
@@ -26,7 +26,7 @@ from rowcast.trainer.step.metrics import TrainerCounters
 class EvictTask:
     """Rows on their way home in one message."""
 
-    step: int | None
+    plan: int | None
     barrier: int | None
     piece: int
     last: bool
@@ -39,8 +39,8 @@ class EvictTask:
     def stamp(self) -> int:
         if self.barrier is not None:
             return barrier_stamp(self.barrier, self.piece)
-        assert self.step is not None, "victims belong to a step"
-        return plan_stamp(self.step, self.piece)
+        assert self.plan is not None, "victims belong to a plan"
+        return plan_stamp(self.plan, self.piece)
 
 
 Parcel = Ask | Returned  # of a training script
@@ -56,7 +56,7 @@ class Sender:
         staging_bytes: int,
         rings: RingEnds,
         counters: TrainerCounters,
-        send: Callable[[RowsBack | StepDone | Saved | Replica | Parcel], None],
+        send: Callable[[RowsBack | PlanDone | Saved | Replica | Parcel], None],
     ) -> None:
         self.waiting_for_ring = False  # set by the sender's thread
         self._slots, self._streams = slots, slots.streams
@@ -66,11 +66,11 @@ class Sender:
         self._send = send
         self._tasks: deque[EvictTask | Parcel] = deque()
         self._copying: deque[EvictTask | Parcel] = deque()
-        self._finished: deque[StepDone] = deque()
+        self._finished: deque[PlanDone] = deque()
         self._states: deque[tuple[int, bool, DensePieces | Replica]] = deque()  # barrier, `is_best`, model state
 
     def advance(self) -> bool:
-        """Sends victims home and reports their step; after a barrier's rows, the model state."""
+        """Sends victims home and reports their plan; after a barrier's rows, the model state."""
         copied = self._copy_out_next()
         sent = self._send_copied()
         reported = self._report_finished()
@@ -99,7 +99,7 @@ class Sender:
         slots: Sequence[Tensor],
         room: StagingSpan,
         *,
-        step: int | None,
+        plan: int | None,
         barrier: int | None,
         piece: int,
         last: bool,
@@ -112,7 +112,7 @@ class Sender:
         self._slots.gather(spans, slots, room.content)
         self._tasks.append(
             EvictTask(
-                step=step,
+                plan=plan,
                 barrier=barrier,
                 piece=piece,
                 last=last,
@@ -139,8 +139,8 @@ class Sender:
             )
         )
 
-    def finish(self, message: StepDone) -> None:
-        """Queues the report of a complete step, after its plan's tasks."""
+    def finish(self, message: PlanDone) -> None:
+        """Queues the report of a complete plan, after its tasks."""
         self._finished.append(message)
 
     def idled(self, seconds: float) -> None:
@@ -164,7 +164,7 @@ class Sender:
         self.waiting_for_ring = bool(nbytes) and task.space is None
         if self.waiting_for_ring:
             return False
-        with self._counters.shown("copy out", task.step):
+        with self._counters.shown("copy out", task.plan):
             self._copy_out(task, task.space)
         self._copying.append(task)
         self._tasks.popleft()  # last: a task in neither queue counts as sent
@@ -188,7 +188,7 @@ class Sender:
         assert task.room.used is not None, "the copy was issued"
         if not self._streams.done(task.room.used, "sent"):
             return False
-        with self._counters.shown("send back", task.step):
+        with self._counters.shown("send back", task.plan):
             self._announce(task, task.space)
         self._copying.popleft()
         return True
@@ -199,7 +199,7 @@ class Sender:
             self._memory.landed(space.payload)
             ref = self._ring.commit(space, task.stamp, checksum=is_sampled(task.stamp))
         message = RowsBack(
-            step=task.step, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=task.rows
+            plan=task.plan, barrier=task.barrier, piece=task.piece, last=task.last, payload=ref, rows=task.rows
         )
         crash_point("RowsBack not sent")
         self._counters.rows_back(message)
@@ -207,8 +207,8 @@ class Sender:
         crash_point("RowsBack sent")
 
     def _report_finished(self) -> bool:
-        """Reports the oldest complete step once every victim of its plan was announced."""
-        if not self._finished or self._rows_pending(self._finished[0].step):
+        """Reports the oldest complete plan once every victim of it was announced."""
+        if not self._finished or self._rows_pending(self._finished[0].plan):
             return False
         self._send(self._finished.popleft())
         return True
@@ -235,6 +235,6 @@ class Sender:
             self._states.popleft()
         return True
 
-    def _rows_pending(self, step: int) -> bool:
+    def _rows_pending(self, plan: int) -> bool:
         tasks = [task for task in (*self._copying, *self._tasks) if isinstance(task, EvictTask)]
-        return any(task.barrier is None and task.step is not None and task.step <= step for task in tasks)
+        return any(task.barrier is None and task.plan is not None and task.plan <= plan for task in tasks)

@@ -38,6 +38,7 @@ model = {{ kind = "dlrm", bottom_mlp = [8], top_mlp = [1] }}
 optimizer.sparse = {{ kind = "sgd", lr = 0.01 }}
 optimizer.dense = {{ kind = "sgd", lr = 0.01 }}
 cache.capacity = "{rows} rows"
+lookahead.bundle = 1
 checkpoint.every = 0
 trainer = {{ threads = {threads}, device = "{device}" }}
 """

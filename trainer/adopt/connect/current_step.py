@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rowcast.protocol.messages import PlanHeader
+from rowcast.protocol.messages import StepHeader
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.connect.batch import Slice, slices_of
 from rowcast.trainer.device.streams import Event, Lap, Stream
@@ -344,7 +344,7 @@ class CurrentStep:
             self._shared.open(collection, mode, found)
         return found
 
-    def _mark_trained(self, header: PlanHeader) -> None:
+    def _mark_trained(self, header: StepHeader) -> None:
         """Notes that the next look-up trains the rows. Raises RuntimeError if it must not."""
         count = self._optimizer_steps.count
         if header.kind == "eval":

@@ -158,7 +158,7 @@ class RankSession(ScriptSession):
     def _look_ups(self, slots: Slots, stream_order: StreamOrder) -> Embeddings:
         run, rank, welcome = self.run, self.rank, self.run.connection.welcome
         assert welcome is not None, "the prefetcher was met"
-        self._stop = AgreedStop(rank, welcome.depth, run.engine.conversation.send)
+        self._stop = AgreedStop(rank, self._job, run.engine.conversation.send)
         run.on_stop = self._stop.ask
         if run.asked is not None:
             self._stop.ask(run.asked)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from rowcast.job.learning_rate import LearningRateSchedule
-from rowcast.protocol.messages import PlanHeader, StopRequest
+from rowcast.protocol.messages import StepHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.connect import run_folder
@@ -146,7 +146,7 @@ class ScriptSession:
             tensors = {**self._script_state.state(), **self.run.telemetry.results.state()}
             run_folder.keep_final(self.run.own_job.run_dir, tensors)
 
-    def peek(self) -> PlanHeader | None:
+    def peek(self) -> StepHeader | None:
         """Finishes the current step and waits for the next one; None after the end of the run. Raises RowcastError."""
         self.finish()
         run = self.run
@@ -261,7 +261,7 @@ class ScriptSession:
             self.peek()
 
     def _stop_here(self) -> None:
-        """Sends the step where training will continue, before the StepDone of a later step."""
+        """Sends the step where training will continue, before the PlanDone of its plan."""
         run = self.run
         if self._next_step is None:
             self._next = self._await_step()  # its number is needed: it is the first untrained step
