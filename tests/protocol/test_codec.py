@@ -155,7 +155,7 @@ IMPOSSIBLE: list[tuple[AnyMessage, str]] = [
     (ready_group(num_evict=3), "4 of 3 victims are dirty"),
     (ready_group(fill_after=None), "victims are evicted without a plan"),
     (ready_group(fill_after=3), "plan 3 is filled after plan 3"),
-    (ready(steps=(sample_messages.plan(3), sample_messages.plan(4))), "step 4 fetches 5 rows"),
+    (ready(steps=(sample_messages.plan(3), sample_messages.plan(4))), "step 4 of plan 3 fetches 5 rows"),
     (ready(steps=(sample_messages.plan(3), without_move(5))), r"\(5, 'train', 2\) .* instead of \(4, 'train', 2\)"),
     (ready(steps=(sample_messages.plan(3), without_move(4, kind="eval"))), r"\(4, 'eval', 2\) .* instead of"),
     (msgspec.structs.replace(sample_messages.rows_back(1), plan=None), "neither a plan nor a barrier"),
