@@ -369,10 +369,10 @@ class RowPlanner:
 
     def _fits(self, steps: Sequence[Scheduled[BatchRows]]) -> bool:
         """Returns whether one plan may serve the steps: if their rows surely take at most half of the slots, so that
-        those of the next plan can enter beside them."""
+        those of the next plan can enter beside them, or every row has a slot."""
         rows = zip(*[own.batch.groups for own in steps], strict=True)
         return all(
-            2 * sum([own.num_unique for own in of_group]) <= group.num_slots
+            2 * sum([own.num_unique for own in of_group]) <= group.num_slots or group.num_slots >= group.group.num_rows
             for of_group, group in zip(rows, self.levels[0].groups, strict=True)
         )
 

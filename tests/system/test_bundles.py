@@ -60,6 +60,14 @@ def test_plans_of_several_steps_train_as_the_plain_loop(bags: Bags, bundle: int)
         assert sum(group.num_dirty for plan in run.plans for group in plan.groups) > 0, "no dirty row was evicted"
 
 
+def test_a_cache_of_all_rows_has_plans_of_all_steps() -> None:
+    job = small_job("adagrad", bundle=8, horizon=16)
+    run = InProcessRun(job, batches("adagrad", "single"), settings(job, "single", capacity="everything")).run()
+    assert_equal_bits(run, *plain("adagrad", "single", 1, 35))
+    # train steps end a plan at multiples of 8, evaluations begin and end one
+    assert len(run.after_plans) == len([7, 3, 1, 8, 1, 1, 7, 3, 1, 3])
+
+
 def test_a_cache_of_one_batch_has_plans_of_one_step() -> None:
     job = small_job("adagrad", bundle=8)
     run = InProcessRun(job, batches("adagrad", "single"), settings(job, "single", capacity="one batch")).run()
