@@ -21,6 +21,7 @@ StallReason = TypeVar("StallReason", bound=str)
 Phase = TypeVar("Phase", bound=str)
 Queue = TypeVar("Queue", bound=str)
 NOT_SHOWN = nullcontext()
+MOST_OPEN = 256  # plans, more than any depth
 
 
 @dataclass(slots=True)
@@ -94,6 +95,7 @@ class Counters(Generic[StallReason, Phase, Queue]):
     literals: ClassVar[tuple[Any, Any, Any]]  # StallReason, Phase, Queue
 
     groups: dict[str, GroupCounters] = field(default_factory=dict)
+    _first_steps: dict[int, int] = field(init=False, default_factory=dict, repr=False)  # of the newest plans
     _by_index: tuple[GroupCounters, ...] = field(init=False, default=(), repr=False)  # messages name groups by number
 
     @classmethod
@@ -163,11 +165,18 @@ class Counters(Generic[StallReason, Phase, Queue]):
 
     def plan_ready(self, message: PlanReady) -> None:
         """Counts a piece of a plan, sent (prefetcher) or received (trainer)."""
+        if message.steps:
+            self._first_steps[message.plan] = message.steps[0].step
+            self._first_steps.pop(message.plan - MOST_OPEN, None)
         if message.arrays is not None:
             self.plan_bytes_to_device += message.arrays.nbytes
         for span in message.rows:
             group = self._by_index[span.group]
             group.row_bytes_to_device += span.count * group.record_bytes
+
+    def step_of(self, plan: int | None) -> int | None:
+        """Returns the first step of one of the newest plans: the timeline shows work for a plan there."""
+        return None if plan is None else self._first_steps.get(plan)
 
     def flush(self, message: Flush) -> None:
         """Counts a piece of a barrier, sent (prefetcher) or received (trainer)."""

@@ -120,7 +120,8 @@ class Writeback:
         if isinstance(message, Ask):
             self.asked.append(message)
             return True
-        with self._counters.timed("write_back", message.plan if isinstance(message, RowsBack) else None):
+        step = self._counters.step_of(message.plan) if isinstance(message, RowsBack) else None
+        with self._counters.timed("write_back", step):
             self._apply(message) if isinstance(message, RowsBack) else self._write_returned(message)
         return True
 

@@ -164,7 +164,7 @@ class Sender:
         self.waiting_for_ring = bool(nbytes) and task.space is None
         if self.waiting_for_ring:
             return False
-        with self._counters.shown("copy out", task.plan):
+        with self._counters.shown("copy out", self._counters.step_of(task.plan)):
             self._copy_out(task, task.space)
         self._copying.append(task)
         self._tasks.popleft()  # last: a task in neither queue counts as sent
@@ -188,7 +188,7 @@ class Sender:
         assert task.room.used is not None, "the copy was issued"
         if not self._streams.done(task.room.used, "sent"):
             return False
-        with self._counters.shown("send back", task.plan):
+        with self._counters.shown("send back", self._counters.step_of(task.plan)):
             self._announce(task, task.space)
         self._copying.popleft()
         return True
