@@ -49,7 +49,7 @@ tests/protocol/test_session.py::test_repeated_and_missing_frames_are_refused_wit
         self._peer_knows_incarnation |= own != 0 and => self._peer_knows_incarnation |= False and
 tests/protocol/test_order.py::test_what_is_out_of_order_is_refused_with_both_numbers
     one step more than the depth may be announced
-        message.step - oldest <= self.depth => message.step - oldest <= self.depth + 1
+        plan - oldest <= self.depth => plan - oldest <= self.depth + 1
     a step is done before its victims are home
         require(oldest.victims.complete, => require(True,
     rows may come in any order
@@ -194,7 +194,7 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
         is_next = self._dense and not self._writeback.has_arrived => is_next = self._dense
 tests/planner/test_planner.py::test_a_plan_waits_until_its_horizon_is_complete
     the horizon is a batch short
-        max(0, self.num_batches + 1 - len(self._known)) => max(0, self.num_batches - len(self._known))
+        max(0, self.num_plans + 1 - len(self._known)) => max(0, self.num_plans - len(self._known))
 tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field
     a row that came home at a barrier stays dirty
         row["use"] &= ~DIRTY => pass
@@ -221,7 +221,7 @@ tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_
     a row lies in its neighbour's slot
         unique_slots[u] = row["slot"] => unique_slots[u] = rows[(position + u + 1) & last]["slot"]
     a victim of the oldest plan under way counts as home
-        max(step - self._depth, 0 if => max(step - self._depth + 1, 0 if
+        max(plan - self._depth, 0 if => max(plan - self._depth + 1, 0 if
 tests/planner/test_parts.py::test_the_rows_used_longest_ago_leave_first_whatever_part_they_are_in
     a queue's youngest rows leave first
         row["use"] >> FLAG_BITS <= last_use => row["use"] >> FLAG_BITS >= last_use
@@ -262,15 +262,25 @@ tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to
         [group for level in self.levels for group in level.groups] => self.levels[0].groups
 tests/system/test_store_hints.py
     a store is not told of plans
-        store.store.stage(step, group) => pass
+        store.store.stage(plan.plan, group) => pass
     rows are said to be home once they were sent
         home_through = self.writeback.applied_through => home_through = self.fetcher.sent_through
+tests/system/test_bundles.py::test_a_plan_ends_before_a_fault
+    a plan serves steps from a fault on
+        num_steps = min(len(bundle.steps), end - next_step) => num_steps = len(bundle.steps)
+::test_checkpoints_are_made_where_they_are_without_bundles
+    a plan goes on over a checkpoint
+        before.kind != following.kind or is_due(self.checkpoint_every, before, following)
+        => before.kind != following.kind
+::test_plans_of_several_steps_train_as_the_plain_loop
+    each step of a plan gets the slots of the plan's first rows
+        slots = device.unique_slots[places] => slots = device.unique_slots[: len(device.unique_slots[places])]
 tests/system/test_ahead.py::test_the_planner_stays_within_twice_the_depth_and_two_of_the_last_step_done
     a plan is made a step too early
         return 2 * depth + 2 => return 2 * depth + 3
 ::test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive
     a step is sent a credit early
-        oldest = self._limits.before(plan.step) => oldest = self._limits.before(plan.step) - 1
+        oldest = self._limits.before(plan.plan) => oldest = self._limits.before(plan.plan) - 1
 ::test_a_barrier_waits_for_rows_that_were_sent_home_but_are_not_in_the_store
     a barrier does not wait for rows on their way home
         and reached(self._writeback.applied_through, after) =>
@@ -529,13 +539,13 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
     a fill is issued before the step that it waits for
         after <= self._last_issued => after <= self._last_issued + 1
     a fill does not wait for the copy to staging
-        fill.wait(step.copied[message.piece], "copied") => pass
+        fill.wait(plan.copied[message.piece], "copied") => pass
     rows are copied over rows still in fill staging
         stream.wait(room.after, "fill_staging") => pass
     victims are gathered over victims still in evict staging
         fill.wait(room.after, "evict_staging") => pass
     a look-up does not wait for its rows
-        self._streams.compute.wait(step.filled[-1], "filled") => pass
+        self._streams.compute.wait(step.plan.filled[-1], "filled") => pass
     victims are copied home before they are gathered
         stream.wait(task.gathered, "gathered") => pass
     rows are announced before they are in the ring
@@ -548,7 +558,7 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
     the bytes before a piece's rows are staged too
         message.payload.nbytes - message.rows[0].offset => message.payload.nbytes
     a step is done before its last victims are home
-        task.step <= step for task in tasks => task.step < step for task in tasks
+        task.plan <= plan for task in tasks => task.plan < plan for task in tasks
 tests/adopt/test_streams.py::test_every_use_of_a_step_is_awaited_before_the_step_is_reported
     a script's own streams are not waited for
         self._compute.wait(event, "used") => pass
@@ -557,9 +567,9 @@ tests/trainer/test_staging.py
         span.begin < begin + size - self.nbytes => span.begin < begin - self.nbytes
 tests/trainer/test_plan_memory.py
     consecutive plans share their memory
-        self._plans[step.step % len(self._plans)] => self._plans[step.step // 2 % len(self._plans)]
+        self._memory[plan.plan % len(self._memory)] => self._memory[plan.plan // 2 % len(self._memory)]
     chunks of long rows lie over the plan's arrays
-        self._block[header.arrays_bytes : header.arrays_bytes + nbytes] => self._block[:nbytes]
+        self._block[sent : sent + nbytes] => self._block[:nbytes]
 tests/kernels/test_chunks.py
     a row whose look-ups fill one chunk counts as long
         words[segments + row + 1] - words[segments + row] > longest
@@ -616,7 +626,7 @@ tests/system/test_peers.py::test_a_prefetcher_that_fails_before_the_two_have_met
         Path(ring.path).unlink(missing_ok=True) => pass
 tests/system/test_exact.py::test_every_way_to_train_gives_the_bits_of_the_plain_loop[sgd-single-1]
     an evaluation does not end where training goes on
-        or (following is not None and following.header.kind == "train") => or False
+        or (following is not None and following.move.kind == "train") => or False
 tests/system/test_early_end.py::test_training_ends_once_so_many_in_a_row_are_not_better
     an evaluation that is as good as the best one is better
         min(known, key=losses => min(reversed(known), key=losses
@@ -802,7 +812,8 @@ tests/telemetry/test_ranks.py::test_a_rank_counts_the_rows_and_bytes_that_brute_
         self.gradient_bytes if trains else 0 => self.gradient_bytes
 ::test_what_ranks_share_out_adds_up_to_the_batch
     a rank counts the distinct rows that it received
-        num_unique=group.num_unique if share is None else share.num_own, => num_unique=group.num_unique,
+        num_unique=sum([step.num_rows(index) for step in steps]),
+        => num_unique=sum([step.groups[index].num_unique for step in steps]),
 tests/system/test_stalls.py::test_ranks_that_are_too_slow_are_counted_under_ranks
     waits for other ranks are no stall
         self.stalled("ranks", seconds, step, ended_s) => pass

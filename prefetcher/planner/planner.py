@@ -362,10 +362,8 @@ class RowPlanner:
     def _parts_all(self, before: Scheduled[Any], following: Scheduled[Any]) -> bool:
         """Returns whether the plans of every rank end between two batches, as there may be a barrier. An interval that
         becomes known later is a multiple of `bundle` train steps."""
-        is_end = before.kind != following.kind or (
-            following.kind == "train" and following.train_step % self.bundle == 0
-        )
-        return is_end or is_due(self.checkpoint_every, before, following)
+        at_multiple = following.kind == "train" and following.train_step % self.bundle == 0
+        return at_multiple or before.kind != following.kind or is_due(self.checkpoint_every, before, following)
 
     def _fits(self, steps: Sequence[Scheduled[BatchRows]]) -> bool:
         """Returns whether one plan may serve the steps: if their rows surely take at most half of the slots, so that
