@@ -95,9 +95,10 @@ def smallest_capacity(observed: Observed) -> int:
 
 
 def moved(observed: Observed, job: Job, capacity_bytes: int, tick: Tick) -> Moved:
-    """Counts the moves of a run with this capacity, look-ahead and an automatic horizon. Every batch must fit."""
+    """Counts the moves of a run with this capacity, look-ahead, an automatic horizon and a plan for each step. Every
+    batch must fit."""
     cache: dict[str, Any] = {"policy": "lookahead", "groups": {}}
-    own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto"}})
+    own = with_values(without_tier(job), {"cache": cache, "lookahead": {"horizon": "auto", "bundle": 1}})
     slots = followed_slots(observed, capacity_slots(observed, capacity_bytes))
     planner = job_planner(own, observed.groups, [slots], observed.measured)
     counts, (error, _) = count_moves(observed, planner, tick)

@@ -145,14 +145,16 @@ class TierTrials:
         return moves.tier.entered / shares, moves.tier.from_cold / shares, error
 
     def _thinned(self, job: Job) -> Job:
-        """Returns the job with a smaller budget for ids: the lower level counts only followed rows."""
+        """Returns the job with a plan for each step and a smaller budget for ids: the lower level counts only followed
+        rows."""
         observed = self._observed
         all_rows, followed = (
             observed.id_bytes + OCCURRENCE_BYTES * float(rows.sum(axis=1).mean())
             for rows in (observed.unique_rows, observed.followed_rows)
         )
         share = followed / all_rows
-        return with_values(job, {"lookahead": {"id_bytes": int(share * parse_bytes(job.lookahead.id_bytes))}})
+        id_bytes = int(share * parse_bytes(job.lookahead.id_bytes))
+        return with_values(job, {"lookahead": {"id_bytes": id_bytes, "bundle": 1}})
 
 
 def seconds_a_row(rate: Rate, groups: tuple[GroupSpec, ...]) -> F64 | None:

@@ -121,7 +121,7 @@ def test_each_device_and_setting_has_a_line_with_its_pace(tmp_path: Path, monkey
 def test_a_run_that_took_what_was_estimated_has_its_pace_and_its_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own, rates = job(checkpoint={"every": 0}), device(per_step=1.0, scatter={"rows": 1e-3})
+    own, rates = job(checkpoint={"every": 0}, lookahead={"bundle": 1}), device(per_step=1.0, scatter={"rows": 1e-3})
     plan, wiring = plan_job(own)
     durations = estimated(own, plan, rates, host()).durations
     pipeline = Pipeline(plan, wiring, durations, {})

@@ -34,7 +34,7 @@ TINY: dict[str, dict[str, Any]] = {  # for two real processes
     "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]},
     "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.1}},
     "cache": {"capacity": "16KiB"},
-    "lookahead": {"horizon": 8},
+    "lookahead": {"horizon": 8, "bundle": 1},
     "transport": {"ring": "1MiB", "connect_timeout": "30s"},
     "trainer": {"device": "cpu", "threads": 1},
     "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
