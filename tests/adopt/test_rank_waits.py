@@ -33,6 +33,7 @@ from tests.support.stream_races import ClockedStream, Races
 pytestmark = pytest.mark.usefixtures("one_thread")
 RANKS = 4
 # the scripts stop where prefetchers differ in the checkpoints that they have planned, and before the step is told
+HIDDEN = 112  # a seed that shows the wait for the counts of an evaluation: two later exchanges nearly always hide it
 STOPS_BETWEEN_PLANS = 21, 37
 # The job has two groups of tables, and one rank pools a table of each. The number counts the exchanges of a name.
 WAITS: tuple[Place, ...] = (
@@ -121,14 +122,14 @@ def test_every_order_that_the_waits_allow_gives_the_bits_of_the_plain_loop(tmp_p
 
 @pytest.mark.parametrize("wait", WAITS, ids=str)
 def test_without_any_one_wait_some_order_gives_wrong_bits(wait: Place, tmp_path: Path) -> None:
-    for seed in range(20):
+    for seed in (*range(20), HIDDEN):
         try:
             run_scripts(seed, tmp_path, without=wait)
         except StuckError:
             raise  # leaving out a wait must not block a run
         except (AssertionError, RowcastError, IndexError, RuntimeError, ValueError):
             return
-    pytest.fail(f"20 seeds without the wait {wait!r} gave the right bits: it is not needed, or this test cannot see it")
+    pytest.fail(f"21 seeds without the wait {wait!r} gave the right bits: it is not needed, or this test cannot see it")
 
 
 class TwoStreams(ScriptPair):
