@@ -5,7 +5,6 @@ Every run has evaluations, which end a plan, and slots for three steps of a plan
 import functools
 import random
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,19 +14,19 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
+from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.broken_source import Where, broken
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
-from tests.support.driver import InProcessRun, ListSource, Past, Settings, start_state
+from tests.support.driver import InProcessRun, Past, Settings, start_state
 from tests.support.ranked_run import RankedRun
 from tests.support.repeats import count
 
 pytestmark = pytest.mark.usefixtures("collected", "one_thread")
 EVALUATIONS = (7, 8, 9, 20, 31)
 BUNDLES = (2, 3, 8)
-Where = Literal["ids", "dense"]
 
 
 @functools.cache
@@ -116,26 +115,6 @@ def test_a_stopped_run_goes_on_with_any_bundle(before: int, after: int, tmp_path
         assert np.array_equal(rest.results.losses, np.array(losses, np.float32))
 
 
-class BrokenSource(ListSource):
-    """Finds a fault in the ids, or in the dense features, of one step."""
-
-    def __init__(self, batches: list[ScheduledBatch], step: int, where: Where) -> None:
-        super().__init__(batches)
-        self._fault_in = {"ids": -1, "dense": -1} | {where: step}
-        self._next_dense = 0
-
-    def poll_ids(self) -> Scheduled[Lookups] | None:
-        if self._batches and self._batches[0].step == self._fault_in["ids"]:
-            raise DataError("row 7 is bad")
-        return super().poll_ids()
-
-    def poll_dense(self) -> Samples | None:
-        if self._next_dense == self._fault_in["dense"]:
-            raise DataError("row 7 is bad")
-        self._next_dense += 1
-        return super().poll_dense()
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("where", ["ids", "dense"])
 @pytest.mark.parametrize("step", [1, 6, 8, 13, 34])
@@ -144,7 +123,7 @@ def test_a_plan_ends_before_a_fault(step: int, where: Where, ranks: int, tmp_pat
     pasts = [Past(checkpoints=Checkpoints(tmp_path, Disk()), newest=None) for _ in range(ranks)]
     run = RankedRun(job, own, settings(job, "single"), ranks=ranks, parts=ranks, pasts=pasts)
     for pair in run.pairs:
-        pair.prefetcher.planning._source._source = BrokenSource(own, step, where)
+        broken(pair, own, step, where)
     with pytest.raises(DataError, match="row 7 is bad"):
         run.run()
     newest = [pair.writer.newest for pair in run.pairs if pair.writer is not None and pair.writer.newest is not None]

@@ -1,51 +1,23 @@
 """What a reader finds wrong far ahead costs no good step: the run trains up to it, makes a checkpoint, then ends."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
 from tests.support.batches import slots_for, small_batches, small_job
-from tests.support.driver import InProcessRun, ListSource, Past, Settings
+from tests.support.broken_source import Where, broken
+from tests.support.driver import InProcessRun, Past, Settings
 from tests.support.ranked_run import RankedRun
 
 NUM_STEPS, EVALUATIONS = 24, (11, 12, 17)
 JOB = small_job("adagrad", lookahead={"horizon": 16})
 BATCHES = small_batches(JOB, "single", num_steps=NUM_STEPS - len(EVALUATIONS), eval_at=EVALUATIONS)
 SETTINGS = Settings(slots=slots_for(group_specs(JOB), BATCHES, "one batch"))
-Where = Literal["ids", "dense"]
-
-
-class BrokenSource(ListSource):
-    """Finds a fault in the ids, or in the dense features, of one step."""
-
-    def __init__(self, batches: Sequence[ScheduledBatch], step: int, where: Where) -> None:
-        super().__init__(batches)
-        self._fault_in = {"ids": step, "dense": -1} if where == "ids" else {"ids": -1, "dense": step}
-        self._next_dense = batches[0].step
-
-    def poll_ids(self) -> Scheduled[Lookups] | None:
-        if self._batches and self._batches[0].step == self._fault_in["ids"]:
-            raise DataError("row 7 is bad")
-        return super().poll_ids()
-
-    def poll_dense(self) -> Samples | None:
-        if self._next_dense == self._fault_in["dense"]:
-            raise DataError("row 7 is bad")
-        self._next_dense += 1
-        return super().poll_dense()
-
-
-def broken(run: InProcessRun, step: int, where: Where) -> InProcessRun:
-    run.prefetcher.planning._source._source = BrokenSource(BATCHES, step, where)
-    return run
 
 
 def past(folder: Path) -> Past:
@@ -55,7 +27,7 @@ def past(folder: Path) -> Past:
 @pytest.mark.parametrize("where", ["ids", "dense"])
 @pytest.mark.parametrize("step", [1, 15, 12, 23])
 def test_every_step_before_a_fault_is_trained_and_in_a_checkpoint(step: int, where: Where, tmp_path: Path) -> None:
-    run = broken(InProcessRun(JOB, BATCHES, SETTINGS, past(tmp_path)), step, where)
+    run = broken(InProcessRun(JOB, BATCHES, SETTINGS, past(tmp_path)), BATCHES, step, where)
     with pytest.raises(DataError, match="row 7 is bad"):
         run.run()
     assert run.writer is not None
@@ -67,7 +39,7 @@ def test_every_step_before_a_fault_is_trained_and_in_a_checkpoint(step: int, whe
 
 
 def test_a_stop_before_the_fault_is_a_stop(tmp_path: Path) -> None:
-    run = broken(InProcessRun(JOB, BATCHES, SETTINGS, past(tmp_path)), 16, "ids")
+    run = broken(InProcessRun(JOB, BATCHES, SETTINGS, past(tmp_path)), BATCHES, 16, "ids")
     run.prefetcher.planning.on_plan = lambda plan: run.prefetcher.stop("test") if plan.plan == 3 else None
     run.run()
     assert run.writer is not None
@@ -81,7 +53,7 @@ def test_ranks_end_at_the_same_checkpoint(step: int, where: Where, tmp_path: Pat
     pasts = [past(tmp_path) for _ in range(2)]
     run = RankedRun(JOB, BATCHES, SETTINGS, ranks=2, parts=2, pasts=pasts)
     for pair in run.pairs:
-        broken(pair, step, where)
+        broken(pair, BATCHES, step, where)
     with pytest.raises(DataError, match="row 7 is bad"):
         run.run()
     assert run.pairs[0].writer is not None
