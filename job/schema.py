@@ -144,8 +144,8 @@ class Cache(Section, frozen=True, kw_only=True):
 
 class Lookahead(Section, frozen=True, kw_only=True):
     depth: Annotated[int, Meta(ge=1, le=64)] = 4  # plans that may have their rows in flight
-    # the most steps that one plan serves: rows move once for all of them; `"auto"` makes plans of small batches serve
-    # so many steps that they have about 2,048 samples, up to 8 steps
+    # the most steps that one plan serves: rows move once for all of them; with `"auto"` a plan serves as many steps as
+    # give it 2,048 samples, but at most 8
     bundle: Bundle = "auto"
     # batches of ids known ahead; `"auto"` grows while more ids would change the fetched rows
     horizon: Horizon = "auto"

@@ -3,7 +3,6 @@
 `session.py` defines who may send which, and when. CONTRIBUTING.md lists the places of a new message.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -160,17 +159,14 @@ class StepHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 def check_steps(plan: int, steps: Sequence[StepHeader]) -> None:
     """Checks the steps of a plan: they follow each other, and the first has the plan's move."""
-    first, *others = steps
-    first.check()
-    for before, step in itertools.pairwise(steps):
+    first = steps[0]
+    for number, step in enumerate(steps):
         step.check()
-        here, there = (step.step, step.kind, len(step.groups)), (before.step + 1, first.kind, len(first.groups))
+        here, there = (step.step, step.kind, len(step.groups)), (first.step + number, first.kind, len(first.groups))
         require(here == there, f"plan {plan} has {here} (step, kind, groups) instead of {there}")
-    for group in first.groups:
-        group.check(plan)
-    for step in others:
         for group in step.groups:
-            require(not group.num_fetch, f"step {step.step} of plan {plan} fetches {group.num_fetch} rows of its own")
+            moves = number == 0 or not group.num_fetch
+            require(moves, f"step {step.step} of plan {plan} fetches {group.num_fetch} rows of its own")
             group.check(plan)
 
 

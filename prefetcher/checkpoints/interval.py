@@ -93,8 +93,8 @@ class PaceMeter:
 
 
 def first_free(steps: float, start: int, end: int, bundle: int) -> int:
-    """Returns an interval of about `steps`, no multiple of which is among the train steps after `start` up to `end`: a
-    multiple of `bundle`, so that plans that are known already end at the interval's multiples."""
+    """Returns an interval of about `steps`. None of its multiples is a train step after `start` up to `end`. It is a
+    multiple of `bundle`, so that known plans end at its multiples."""
     interval = bundle * max(1, -(-round(steps) // bundle))
     while end // interval > start // interval:
         interval += bundle

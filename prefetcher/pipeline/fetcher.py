@@ -70,7 +70,7 @@ class Limits:
     """How far rows may run ahead of the trainer."""
 
     depth: int  # plans ahead of the trainer
-    first_plan: int  # of this incarnation
+    first_plan: int  # the number of this incarnation's first plan
     staging_bytes: int  # of rows in one piece
 
     def before(self, plan: int) -> int:
@@ -98,7 +98,7 @@ class Fetcher:
         self.sent_through: int | None = None
         self.step_sent: int | None = None  # the last one of these plans
         self.step_done: int | None = None
-        self._sent_steps: deque[int] = deque()  # of each plan that is not done, its last
+        self._sent_steps: deque[int] = deque()  # the last step of each plan that is not done
         self.rows_return = True  # of the plan that was taken last
         self.stalled_by: Stall | None = None  # written by the fetcher's thread
         self._plans = plans

@@ -186,6 +186,10 @@ class Horizon:
         return self._known[-1].plan
 
     @property
+    def num_known(self) -> int:
+        return len(self._known)
+
+    @property
     def bundles(self) -> tuple[Bundle, ...]:
         return tuple(self._known)
 

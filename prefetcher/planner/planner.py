@@ -391,9 +391,9 @@ class RowPlanner:
 
     @property
     def wants_batch(self) -> int:
-        """How many batches may be added now; 0 once the next plan can be made, or the data has ended. More than one are
-        wanted only if every plan has one step."""
-        return self.known.wants if self.bundle == 1 else min(1, self.known.wants)
+        """How many batches may be added now, as each ends one plan at most; 0 once the next plan can be made, or the
+        data has ended."""
+        return self.known.wants
 
     @property
     def horizon(self) -> int:
@@ -456,7 +456,7 @@ class RowPlanner:
         after_plan = self._write_backs.after_plan(bundle.plan, moves[0], known.num_plans)
         if self._auto is not None:
             groups = [group for level in self.levels for group in level.groups]
-            known.num_plans = self._auto.grow(groups, known.id_bytes, len(known.bundles))
+            known.num_plans = self._auto.grow(groups, known.id_bytes, known.num_known)
         known.advance()
         self._last_planned, self._before, self.evaluating = bundle.plan, bundle.last, bundle.first.kind == "eval"
         self.counters.count(bundle, moves[0])

@@ -131,8 +131,8 @@ class RowStore(ABC):
         `read` and `write` have restored the rows, before the first plan is staged."""
 
     def stage(self, step: int, plan: GroupPlan) -> None:  # noqa: B027 - most stores need no hint
-        """Announces the plan of a step. `read` will get its `fetch_keys` once the rows of earlier steps are home, and
-        `write` the dirty ones of its `evict_keys`. The planning thread calls it, in step order; it does not block. It
+        """Announces plan number `step`. `read` will get its `fetch_keys` once the rows of earlier plans are home, and
+        `write` the dirty ones of its `evict_keys`. The planning thread calls it, in their order; it does not block. It
         is a hint: `read` and `write` are correct without it."""
 
     def advance(self, home_through: int | None) -> bool:

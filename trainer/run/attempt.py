@@ -135,7 +135,7 @@ class TrainerAttempt:
         stack.enter_context(self._results)
 
         assert connection.conversation is not None, "the prefetcher was met"
-        stop = AgreedStop(group.rank, self._run.job, connection.conversation.send)
+        stop = AgreedStop(group.rank, self._job, connection.conversation.send)
 
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
             runner = self._runner(group, records, welcome.num_dense, clock, stop)

@@ -156,8 +156,7 @@ class RankSession(ScriptSession):
         self._told: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def _look_ups(self, slots: Slots, stream_order: StreamOrder) -> Embeddings:
-        run, rank, welcome = self.run, self.rank, self.run.connection.welcome
-        assert welcome is not None, "the prefetcher was met"
+        run, rank = self.run, self.rank
         self._stop = AgreedStop(rank, self._job, run.engine.conversation.send)
         run.on_stop = self._stop.ask
         if run.asked is not None:
