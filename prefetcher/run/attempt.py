@@ -156,7 +156,7 @@ class PrefetcherAttempt:
         return self._connection.met
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
-        idle, engine = replace(idle, stores=self._run.tables.counts), self._connection.engine
+        engine = self._connection.engine
         return idle if engine is None else gauges_of(engine, idle, self._source.counters.queue_depth)
 
     @property
@@ -402,6 +402,7 @@ class PrefetcherRun:
         self._attempts: Attempts[PrefetcherAttempt] = Attempts("prefetcher", "trainer", transport, signals)
         self.health = self._attempts.health
         self.counters = new_counters(self.groups, number)
+        self.tables = Tables(with_tables_of_pair(self.job, number), self.groups, self.checkpoints, self.shard)
 
     def place(self, job: Job) -> Job:
         """Settles who owns which rows, the same in every attempt, and returns `job`."""
@@ -434,6 +435,7 @@ class PrefetcherRun:
             depth_plans=self.job.lookahead.depth,
             checkpoint_every_steps=train_steps_of(self.job.checkpoint.interval),
             slots=[SlotStates(0, 0, 0)] * len(self.groups),
+            stores=self.tables.counts,
             shared_memory_size_bytes=size_bytes,
             shared_memory_free_bytes=free_bytes,
         )
@@ -448,8 +450,6 @@ class PrefetcherRun:
             self.counters.timeline = stack.enter_context(Timeline(self.directory.path, "prefetcher", self.shard.number))
         remove_leftovers()
         remove_left_keys(self.job, self.directory.path)
-        own = with_tables_of_pair(self.job, self.shard.number)
-        self.tables = Tables(own, self.groups, self.checkpoints, self.shard)
         stack.callback(self.tables.close)
         return self._live(point)
 
