@@ -110,9 +110,7 @@ def test_integers_of_numpy_are_integers(integer: Any, tmp_path: Any) -> None:
         job={"lookahead.depth": integer(2), "data": {"options": {"batches": [integer(5)]}}},
     )
     count = integer(2)
-    rowcast.connect(
-        ebc, DATASET, epochs=count, max_steps=count, accumulate=count, save_every=count, options={"batches": count}
-    )
+    rowcast.connect(ebc, DATASET, epochs=count, max_steps=count, save_every=count, options={"batches": count})
     job = ebc.job
     assert (job.tables[0].num_embeddings, job.tables[0].embedding_dim, job.job.seed) == (100, 4, 3)
     assert (job.data.epochs, job.checkpoint.every, job.data.options) == (2, 2, {"batches": 2})
@@ -141,7 +139,7 @@ def test_what_is_no_number_gets_a_sentence(value: Any, tmp_path: Any) -> None:
             collection(SimpleNamespace(**GOOD), **given)
     with pytest.raises(ConfigError, match="num_embeddings"):
         job_of(num_embeddings=value)
-    for name in ("epochs", "save_every", "max_steps", "accumulate"):
+    for name in ("epochs", "save_every", "max_steps"):
         if value is not None and (name, value) != ("save_every", "x"):
             model, _ = make(tmp_path)
             with pytest.raises(ConfigError, match="checkpoint.every" if name == "save_every" else name):
@@ -150,7 +148,7 @@ def test_what_is_no_number_gets_a_sentence(value: Any, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, np.int64(0)])
 def test_a_count_is_at_least_one(value: Any, tmp_path: Any) -> None:
-    for name in ("epochs", "max_steps", "accumulate"):
+    for name in ("epochs", "max_steps"):
         model, _ = make(tmp_path)
         with pytest.raises(ConfigError, match=name):
             rowcast.connect(model.ebc, DATASET, **{name: value})

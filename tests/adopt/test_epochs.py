@@ -292,24 +292,6 @@ def test_an_evaluation_that_a_stop_cuts_in_two_is_whole_in_the_run_that_goes_on(
     assert found[0]
 
 
-def test_a_stop_within_a_step_of_micro_batches_comes_behind_the_step(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path)
-    seen = 0
-    with rowcast.connect(model.ebc, DATASET, accumulate=4, dense=(model, optimizer)) as loader:
-        for batch in loader:
-            torch.autograd.backward(model(batch.dense_features, batch.sparse_features).sum())
-            seen += 1
-            if batch.train_step == 1:
-                loader.stop()
-            if batch.is_last:
-                optimizer.step()
-                optimizer.zero_grad()
-    assert seen == 8
-    newest = newest_checkpoint(tmp_path)
-    assert newest is not None
-    assert read_manifest(newest).train_steps == 2
-
-
 def stopped_in_the_third_epoch(run_dir: Path) -> Path:
     """Leaves a checkpoint behind each of the first two; returns the newer one."""
 

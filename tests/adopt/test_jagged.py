@@ -40,9 +40,12 @@ def test_a_collection_tells_of_its_tables_under_the_names_of_torchrec(tmp_path: 
     assert own.job.tables[0].pooling == "none"
 
 
-def test_collections_of_the_other_kind_and_micro_batches_are_refused(tmp_path: Path) -> None:
+def test_collections_of_the_other_kind_several_and_micro_batches_are_refused(tmp_path: Path) -> None:
     bags = rowcast.EmbeddingBagConfig(name="bags", num_embeddings=5, embedding_dim=2, feature_names=["f"])
     with pytest.raises(ConfigError, match=facts("table bags", "sum", "EmbeddingBagCollection, which pools")):
         collection(tmp_path, bags)
-    with pytest.raises(ConfigError, match=facts("accumulate = 2", "does not pool")):
+    with pytest.raises(ConfigError, match=facts("accumulate", "rowcast.adopt")):
         rowcast.connect(collection(tmp_path), "tests.adopt.clicks:train", accumulate=2)
+    several: Any = [collection(tmp_path), collection(tmp_path)]
+    with pytest.raises(ConfigError, match=facts("list", "one EmbeddingBagCollection", "rowcast.adopt")):
+        rowcast.connect(several, "tests.adopt.clicks:train")

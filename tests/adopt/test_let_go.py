@@ -63,20 +63,18 @@ def loss_of(model: Model, batch: Any) -> Tensor:
 
 def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
     """Returns the loss with its graph."""
-    loss: Tensor = loss_of(model, batch) * batch.share
+    loss: Tensor = loss_of(model, batch)
     optimizer.zero_grad()
     torch.autograd.backward(loss)
-    if batch.is_last:
-        optimizer.step()
+    optimizer.step()
     return loss
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_cache_is_gone_when_the_data_has_ended_and_the_script_goes_on(
-    accumulate: int, tmp_path: Path, launches: Launches, held: Held
+    tmp_path: Path, launches: Launches, held: Held
 ) -> None:
     model, optimizer = make(tmp_path)
-    loader = rowcast.connect(model.ebc, DATASET, accumulate=accumulate, dense=(model, optimizer))
+    loader = rowcast.connect(model.ebc, DATASET, dense=(model, optimizer))
     for batch in loader:
         loss = train(model, optimizer, batch)
         assert held.names == ["records 0", "engine", "cache"]

@@ -178,7 +178,7 @@ def test_a_master_copy_begins_with_all_bits_of_what_was_loaded(tmp_path: Path) -
     ebc.load_state_dict(
         {name: torch.full_like(weight, 1.2345678, dtype=torch.float64) for name, weight in ebc.state_dict().items()}
     )
-    loaded_file = ebc.shared.loaded()
+    loaded_file = ebc.shared.loaded
     assert loaded_file is not None
     loaded = loaded_file.rename(tmp_path / "loaded")
     run_prefetcher_command("import", "--config", str(ebc.shared.write_job_file()), "--from", str(loaded))

@@ -74,7 +74,6 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             "WORLD_SIZE = 2, but this script has no process group, on which its ranks exchange rows",
         ),
-        ({}, {"accumulate": 2}, "connect: accumulate = 2 splits the batch of one rank, and there are 2; omit it"),
         ({"ranks.count": 3}, {}, "WORLD_SIZE = 2, but ranks.count = 3; start as many trainers"),
         ({"ranks.parts": 4}, {}, "ranks.parts = 4, but a training script computes one part on each rank; remove"),
     ],

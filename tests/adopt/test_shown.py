@@ -23,7 +23,6 @@ from tests.support.facts import facts
         ("listed", {"epochs": 2}, 4),
         ("lists", {"epochs": 2}, 4),
         ("lists", {"evaluate": True}, 6),
-        ("lists", {"accumulate": 2}, 8),
         ("lists", {"max_steps": 3}, 3),
     ],
 )

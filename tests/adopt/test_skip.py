@@ -1,7 +1,6 @@
 """A script leaves out a batch: `loader.skip()` before the backward pass trains nothing, and after it is refused."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,35 +170,6 @@ def test_an_evaluation_batch_cannot_be_left_out(tmp_path: Path, launches: Launch
                 loader.skip()
 
 
-@pytest.mark.parametrize("left_out", [{1}, {0, 1}, {3}, {2, 3}, {0, 1, 2, 3}], ids=str)
-def test_a_micro_batch_that_is_left_out_adds_nothing(left_out: set[int], tmp_path: Path, launches: Launches) -> None:
-    def run(folder: Path, leave: Callable[[Any, rowcast.Loader], None]) -> dict[str, Tensor]:
-        model, optimizer = make(folder, optimizer="adam")
-        with rowcast.connect(model.ebc, DATASET, accumulate=4) as loader:
-            at = 0
-            for batch in loader:
-                if batch.train_step in (0, 2, 7) and at in left_out:
-                    leave(lambda own=batch: loss_of(model, own), loader)
-                else:
-                    torch.autograd.backward(loss_of(model, batch) * batch.share)
-                at += 1
-                if batch.is_last:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    at = 0
-        return copied(model.state_dict())
-
-    def skip(look_up: Any, loader: rowcast.Loader) -> None:
-        assert look_up().requires_grad
-        loader.skip()
-        with pytest.raises(RuntimeError, match=facts("left out")):
-            look_up()
-
-    assert same(run(tmp_path / "skips", skip), run(tmp_path / "passes", lambda look_up, loader: None))
-    skipped = read_report(tmp_path / "skips" / "report.json").skipped_steps
-    assert skipped == (3 if len(left_out) == 4 else 0)
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_checkpoint_around_a_look_up_is_exact_or_named(reentrant: bool, tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path / "plain")
@@ -246,4 +216,4 @@ def test_tables_that_would_not_be_kept_are_refused(value: Tensor, named: str, tm
     tables = {"embedding_bags.wide.weight": value, "embedding_bags.small.weight": torch.zeros(6, 4)}
     with pytest.raises(ConfigError, match=named):
         model.ebc.load_state_dict(tables)
-    assert not model.ebc.shared.begins_with_tables
+    assert model.ebc.shared.loaded is None

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import rowcast
-from rowcast.protocol.parts import Belonging
-from rowcast.trainer.adopt.connect.batch import LoadedBatch, Slice
+from rowcast.trainer.adopt.connect.batch import LoadedBatch
 from rowcast.trainer.device.streams import Event, PlainStreams, Stream, Wait, on_device
 from tests.adopt.scripts import Launches, make, train_on
 from tests.support.one_device import OneDevice
@@ -75,7 +74,7 @@ def test_the_token_says_the_device_of_the_batch_and_memory_is_kept_for_a_stream(
     header = SimpleNamespace(batch_size=8, kind="train", train_step=0, epoch=0)
     arrays = {"dense": torch.zeros(8, 2, device="meta"), "labels": torch.zeros(8, device="meta")}
     step: Any = SimpleNamespace(step=3, header=header, arrays=arrays)
-    batch = LoadedBatch(step, Slice(0, 0, 8, is_last=True), None, ["a"], Belonging({}, {}, frozenset()))
+    batch = LoadedBatch(step, None, ["a"])
     assert batch.sparse_features.device == torch.device("meta")
     assert batch.sparse_features.to(batch.dense_features.device).step == 3
 
@@ -85,24 +84,18 @@ def test_on_the_cpu_there_is_no_device_to_be_on() -> None:
         assert entered is None
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_script_on_another_device_leaves_the_first_one_alone(
-    accumulate: int, tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = OneDevice(monkeypatch)
     model, optimizer = make(tmp_path)
-    loader = rowcast.connect(model.ebc, "tests.adopt.clicks:train", accumulate=accumulate, dense=(model, optimizer))
+    loader = rowcast.connect(model.ebc, "tests.adopt.clicks:train", dense=(model, optimizer))
     for batch in loader:
-        is_trained = batch.share == 1.0 or not batch.is_last  # else the update comes with the end of the step
-        with torch.set_grad_enabled(is_trained):
-            loss = model(batch.dense_features, batch.sparse_features).sum()
-        if is_trained:
-            torch.autograd.backward(loss)
-        if batch.is_last:
-            optimizer.step()
+        torch.autograd.backward(model(batch.dense_features, batch.sparse_features).sum())
+        optimizer.step()
     own = ["kernels", "records", "page-locking", "streams", "allocation", "look-up"]
     own += ["copy in", "fill", "event results", "event released"]
     assert {(what, "MainThread") for what in own} < device.work
     assert {("evict", "sender"), ("event sent", "sender")} < device.work
     # on a device, the backward pass runs on a thread of autograd's, which torch keeps on the device of its tensors
-    assert device.outside == {("compute", "MainThread"), *([("update", "MainThread")] if accumulate == 1 else [])}
+    assert device.outside == {("compute", "MainThread"), ("update", "MainThread")}

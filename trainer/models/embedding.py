@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice, pairwise
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ class Embeddings:
         return self._awaits_backward
 
     def by_feature(
-        self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup], pending: "Pending | None"
+        self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup], pending: "PendingUpdate | None"
     ) -> list[Embedded]:
         """f32 [G, D] of each group -> the model's input for each feature, in the job's order.
 
@@ -201,13 +201,9 @@ class PendingUpdate:
     train_step: int
 
     def apply(self, grads: Sequence[Tensor]) -> None:
+        """`grads`: f32 [G, D] of each group's pooled embeddings."""
         self.embeddings.update(grads, self.lookups, self.train_step)
         self.lookups = ()  # a loss that the caller keeps would keep the plan's memory
-
-
-class Pending(Protocol):
-    def apply(self, grads: Sequence[Tensor]) -> None:
-        """Called in the backward pass with gradients f32 [G, D] of each group's pooled embeddings."""
 
 
 class UpdateInBackward(torch.autograd.Function):
@@ -217,7 +213,7 @@ class UpdateInBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, trigger: Tensor, pending: Pending | None, bags: Sequence[Sequence[int]], *pooled: Tensor
+        ctx: Any, trigger: Tensor, pending: PendingUpdate | None, bags: Sequence[Sequence[int]], *pooled: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.pending, ctx.counts = pending, list(map(len, bags))
         # whole tables of other ranks may leave a group no bags here
@@ -233,7 +229,7 @@ class UpdateInBackward(torch.autograd.Function):
 
 
 def update_in_backward(
-    trigger: Tensor, pooled: Sequence[Tensor], bags: Sequence[Sequence[int]], pending: Pending | None
+    trigger: Tensor, pooled: Sequence[Tensor], bags: Sequence[Sequence[int]], pending: PendingUpdate | None
 ) -> list[Tensor]:
     """Returns f32 [bags, D] of each feature, group by group, as results of autograd; the only typed call of
     `Function.apply`."""

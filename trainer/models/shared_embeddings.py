@@ -12,7 +12,7 @@ from torch import Tensor
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.kernels import Group, GroupLookup, Kernels, Rule
-from rowcast.trainer.models.embedding import Embeddings, Pending, update_in_backward
+from rowcast.trainer.models.embedding import Embeddings, PendingUpdate, update_in_backward
 from rowcast.trainer.models.exchanges import Exchanges
 from rowcast.trainer.models.row_exchange import RowExchange, SharedStep
 from rowcast.trainer.models.runner import StepInputs
@@ -68,7 +68,7 @@ class SharedEmbeddings(Embeddings):
         self._streams.compute.run(lambda: self._rows.train(shared, rule.step - 1))
 
     def by_feature(
-        self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup], pending: Pending | None
+        self, pooled: Sequence[Tensor], lookups: Sequence[GroupLookup], pending: PendingUpdate | None
     ) -> list[Embedded]:
         bags = self._rows.bags(self._step, 0)
         return self._rows.arranged(self._step, 0, update_in_backward(self.trigger, pooled, bags, pending))

@@ -4,14 +4,12 @@ The results have the interfaces of TorchRec's KeyedTensor and JaggedTensor.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from rowcast.protocol.batch import Kind
-from rowcast.protocol.parts import Belonging
 from rowcast.trainer.models.embedding import aligned
 from rowcast.trainer.models.job_model import named_inputs
 from rowcast.trainer.step.cache import Step
@@ -27,41 +25,19 @@ VALIDATION = (
 POSITIONS = {"dense": 0, "dense_features": 0, "sparse": 1, "sparse_features": 1, "labels": 2, "label": 2}
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Samples `start` to `stop` - 1 of a batch."""
-
-    index: int
-    start: int
-    stop: int
-    is_last: bool
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-def slices_of(batch_size: int, number: int) -> list[Slice]:
-    """Returns at most `number` slices, of equal size except the last; a small batch has fewer, and one without samples,
-    on a rank, has one."""
-    width = max(1, -(-batch_size // number))
-    starts = range(0, max(1, batch_size), width)
-    return [Slice(i, start, min(start + width, batch_size), i == len(starts) - 1) for i, start in enumerate(starts)]
-
-
 class SparseToken:
     """Replaces a batch's KeyedJaggedTensor: it identifies the batch and holds no ids."""
 
-    def __init__(self, session: object, step: int, part: Slice, keys: Sequence[str], device: torch.device) -> None:
-        self.session, self.step, self.slice, self.device = session, step, part, device
-        self._keys = list(keys)
+    def __init__(self, session: object, step: Step, keys: Sequence[str], device: torch.device) -> None:
+        self.session, self.step, self.device = session, step.step, device
+        self._batch_size, self._keys = step.header.batch_size, list(keys)
 
     def keys(self) -> list[str]:
         return list(self._keys)
 
     def stride(self) -> int:
         """The batch size, under KeyedJaggedTensor's name."""
-        return self.slice.size
+        return self._batch_size
 
     def to(self, device: Any, non_blocking: bool = False) -> Self:
         require_device(self.device, device)
@@ -76,15 +52,12 @@ class SparseToken:
 class LoadedBatch:
     """A batch in the script's own form: by attribute, by key, or unpacked as (dense, sparse, labels)."""
 
-    def __init__(self, step: Step, part: Slice, session: object, keys: Sequence[str], of: Belonging) -> None:
-        self.dense_features = copied(step.arrays["dense"][part.start : part.stop])  # f32 [B, num_dense], on the device
-        self.sparse_features = SparseToken(session, step.step, part, keys, self.dense_features.device)
-        self.labels = copied(step.arrays["labels"][part.start : part.stop])  # f32 [B] or [B, T], on the device
+    def __init__(self, step: Step, session: object, keys: Sequence[str]) -> None:
+        self.dense_features = copied(step.arrays["dense"])  # f32 [B, num_dense], on the device
+        self.sparse_features = SparseToken(session, step, keys, self.dense_features.device)
+        self.labels = copied(step.arrays["labels"])  # f32 [B] or [B, T], on the device
         # on the device, each [B, ...], or [n, ...] with an entry per look-up of a feature
-        cut = of.cut(slice(part.start, part.stop), lambda feature: slice(None))
-        self.inputs = {name: copied(own) for name, own in cut.of(named_inputs(step.arrays)).items()}
-        self.is_last = part.is_last  # the last micro-batch of a step: the optimizer steps after it
-        self.share = part.size / max(1, step.header.batch_size)  # fraction of the step's samples
+        self.inputs = {name: copied(own) for name, own in named_inputs(step.arrays).items()}
         self.kind: Kind = step.header.kind
         self.train_step = step.header.train_step  # train batches before it
         self.epoch = step.header.epoch
@@ -121,23 +94,16 @@ def require_device(here: torch.device, wanted: Any) -> None:
         )
 
 
-def check_features(features: Any, session: object, step: Step, part: Slice) -> None:
-    """Raises RuntimeError unless `features` are the token of `part` of the step."""
+def check_features(features: Any, session: object, step: Step) -> None:
+    """Raises RuntimeError unless `features` are the token of the step."""
     if not isinstance(features, SparseToken):
         raise RuntimeError(f"sparse features are {type(features).__name__}; {IDS_STAY}")
     if features.session is not session or features.step != step.step:
-        raise another_batch(f"are of step {features.step} and the batch of step {step.step}")
-    if features.slice != part:
-        raise another_batch(
-            f"are of micro-batch {features.slice.index} and the batch is micro-batch {part.index} of step {step.step}"
+        raise RuntimeError(
+            "sparse features are not those of the batch that the loader yielded last: they are of step "
+            f"{features.step} and the batch of step {step.step}; only its rows are on the device, so look up each "
+            f"batch before asking for the next; {VALIDATION}"
         )
-
-
-def another_batch(what: str) -> RuntimeError:
-    return RuntimeError(
-        f"sparse features are not those of the batch that the loader yielded last: they {what}; only its rows are on "
-        f"the device, so look up each batch before asking for the next; {VALIDATION}"
-    )
 
 
 class JaggedTensor:

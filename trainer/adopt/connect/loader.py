@@ -20,31 +20,29 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.training_identity import first_of, num_parts, setting_differences
-from rowcast.protocol.parts import belonging
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, listed
 from rowcast.runtime.run_directory import pair_folder
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, print_line, setup_logging
 from rowcast.trainer.adopt.connect import run_folder, table_files
-from rowcast.trainer.adopt.connect.batch import LoadedBatch, Slice
+from rowcast.trainer.adopt.connect.batch import LoadedBatch
 from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.connect.rank_session import RankSession
 from rowcast.trainer.adopt.connect.script_run import SessionParts
 from rowcast.trainer.adopt.connect.script_state import Stateful, StatefulObjects
 from rowcast.trainer.adopt.connect.session import ScriptSession
-from rowcast.trainer.adopt.connect.settings import NO_DATA, SEQUENCES, ScriptTables
+from rowcast.trainer.adopt.connect.settings import NO_DATA, ScriptTables
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.run.launch import Launch, check_launch, rank_in_log
-from rowcast.trainer.step.cache import Step
 
 _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
 
 
 def connect(
-    ebc: EmbeddingBagCollection | Sequence[EmbeddingBagCollection],
+    ebc: EmbeddingBagCollection,
     dataset: str | None = None,
     *,
     epochs: int | None = None,
@@ -54,13 +52,12 @@ def connect(
     evaluate: bool = False,
     dense: Sequence[Stateful] | None = None,
     dense_optimizer: bool = True,
-    accumulate: int = 1,
     fresh: bool = False,
+    **others: Any,
 ) -> "Loader":
     """Connects `ebc` to a data set and returns the loader of its batches.
 
-    ebc: the module that looks up the batches; it can be connected once. Of several, in a list, the first called looks
-        up for all, and one backward pass updates the rows of all.
+    ebc: the module that looks up the batches; it can be connected once.
     dataset: a `data.format` of a job file, usually "package.module:factory"; starts a prefetcher for it.
         Without it, the user starts the prefetcher of `ebc`'s job file.
     epochs: how many times the run reads the data (`data.epochs`).
@@ -73,7 +70,6 @@ def connect(
     dense: the model, its optimizer and other objects with state, which checkpoints save. With it, connecting again
         continues the run in the run directory from its newest checkpoint.
     dense_optimizer: whether a torch.optim optimizer steps once per batch; if so, this is checked.
-    accumulate: the number of micro-batches that each batch is split into; their gradients make one step.
     fresh: begins a new run, which replaces the one in the run directory.
 
     Raises ConfigError.
@@ -85,24 +81,23 @@ def connect(
             f"connect: dataset = {dataset!r} is not a name; the prefetcher, another process, imports what "
             '"package.module:factory" names'
         )
-    accumulate = whole("accumulate", accumulate)
     max_steps = None if max_steps is None else whole("max_steps", max_steps)
-    collections = [ebc] if isinstance(ebc, EmbeddingBagCollection) else list(ebc)
-    if accumulate > 1 and any(own.kind is SEQUENCES for own in collections):
+    if others:
         raise ConfigError(
-            f"connect: accumulate = {accumulate} cuts pooled rows, and an EmbeddingCollection does not pool; give it "
-            "smaller batches"
+            f"connect: {listed(sorted(others))} is no argument of it; instead of accumulate=k give larger batches, or "
+            "use rowcast.adopt, under which a script accumulates as torch does (docs/adopt.md)"
+        )
+    if not isinstance(ebc, EmbeddingBagCollection):
+        raise ConfigError(
+            f"connect: {type(ebc).__name__} is not one EmbeddingBagCollection or EmbeddingCollection; for bags and "
+            "sequences in one model use rowcast.adopt (docs/adopt.md) or a job file (docs/models.md)"
         )
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
-    tables = ScriptTables.joined([own.shared for own in collections])
+    tables = ebc.shared
+    tables.refuse_connected()
     launch = tables.launch
     check_group(launch)
-    if accumulate > 1 and launch.world_size > 1:
-        raise ConfigError(
-            f"connect: accumulate = {accumulate} splits the batch of one rank, and there are {launch.world_size}; omit "
-            "it, and let more ranks or larger batches take its place"
-        )
     is_launched = dataset is not None or not tables.has_job_file
     if not is_launched and (changes or max_steps is not None or fresh):
         raise ConfigError(
@@ -123,7 +118,7 @@ def connect(
     if job.ranks.num_parts > launch.world_size:
         raise ConfigError(
             f"connect: ranks.parts = {job.ranks.num_parts}, but a training script computes one part "
-            "on each rank; remove ranks.parts, and on one rank give accumulate=k to split batches"
+            "on each rank; remove ranks.parts"
         )
     newest = run_folder.newest_run(job.run_dir)
     continued = newest if is_launched and not fresh else None
@@ -135,7 +130,6 @@ def connect(
         print_line(start_sentence(job, newest, fresh=fresh, is_finished=finished is not None))
     parts = SessionParts(
         job=job,
-        collections=[own.name for own in collections],
         device=tables.device,
         launch=launch,
         # of several ranks on a host, the first starts the prefetchers of all
@@ -145,13 +139,10 @@ def connect(
         dense=objects,
         dense_optimizer=dense_optimizer,
         evaluate=evaluate,
-        accumulate=accumulate,
-        begins_with_tables=tables.begins_with_tables,
+        begins_with_tables=tables.loaded is not None,
         said_steps=0 if continued is None else continued.train_steps,
         finished=finished,
     )
-    for own in collections:
-        own.shared = tables
     return Loader(tables, parts)
 
 
@@ -201,7 +192,7 @@ def refuse_to_resume(tables: ScriptTables, newest: Manifest, objects: StatefulOb
     if differences:
         raise ConfigError(run_folder.ANOTHER_JOB.format(tables.job.run_dir, newest.train_steps, first_of(differences)))
     run_folder.refuse_to_resume(
-        tables.job.run_dir, newest.train_steps, has_dense=objects is not None, has_tables=tables.begins_with_tables
+        tables.job.run_dir, newest.train_steps, has_dense=objects is not None, has_tables=tables.loaded is not None
     )
 
 
@@ -229,7 +220,7 @@ def start_sentence(job: Job, newest: Manifest | None, *, fresh: bool, is_finishe
 def start_child(tables: ScriptTables, max_steps: int | None, *, fresh: bool) -> Child:
     """Starts a prefetcher for the job, which begins with the loaded tables if there are any; of several ranks, those of
     this host."""
-    job_file, run_dir, loaded, launch = tables.write_job_file(), tables.job.run_dir, tables.loaded(), tables.launch
+    job_file, run_dir, loaded, launch = tables.write_job_file(), tables.job.run_dir, tables.loaded, tables.launch
     of_host = range(launch.rank, launch.rank + launch.local_world_size)
     table_files.await_release(pair_folder(run_dir, rank, launch.world_size) for rank in of_host)
     if launch.rank == 0:
@@ -250,7 +241,7 @@ class Loader:
 
     def __init__(self, tables: ScriptTables, parts: SessionParts) -> None:
         self._tables = tables
-        self._parts, self._job, self._belonging = parts, parts.job, belonging(parts.job)
+        self._parts, self._job = parts, parts.job
         self._session = ScriptSession(parts) if parts.launch.world_size == 1 else RankSession(parts)
         self._is_open = False
         self._num_loops = 0  # `for` loops over the loader
@@ -271,13 +262,12 @@ class Loader:
         return True
 
     def __len__(self) -> int:
-        """Returns the number of batches in one `for` loop; with `accumulate`, the most micro-batches. Starts the run.
+        """Returns the number of batches in one `for` loop. Starts the run.
 
         Raises TypeError if the data set does not know its number of batches."""
         self._open()
         session, parts = self._session, self._parts
-        length = epoch_length(session.run.epoch_batches(), self._job.eval.every, parts.evaluate, session.epoch)
-        return length * parts.accumulate
+        return epoch_length(session.run.epoch_batches(), self._job.eval.every, parts.evaluate, session.epoch)
 
     @property
     def epochs(self) -> Iterator[int]:
@@ -318,7 +308,7 @@ class Loader:
         self._session.stop(reason)
 
     def skip(self) -> None:
-        """Leaves out the current train batch, or micro-batch, before its backward pass: nothing of it is trained.
+        """Leaves out the current train batch, before its backward pass: nothing of it is trained.
 
         Its rows and the row optimizer's state keep their bits. It counts as a train step, without a loss.
 
@@ -330,7 +320,7 @@ class Loader:
     ) -> None:
         """Records results of the current batch for /metrics, losses.f32 and the run's report.
 
-        loss: the mean over the samples of a train batch or micro-batch. Record it for every train batch or for none.
+        loss: the mean over the samples of a train batch. Record it for every train batch or for none.
         logits: f32 [B], or [B, T] with several labels, predictions for an evaluation batch with labels 0 or 1;
         `evaluation` is computed from them. ranks: i64, of any number of positives of an evaluation batch: how many
         other candidates do not score less. `evaluation.ranking` has HR@k, NDCG@k and MRR@k for each k of eval.ranks.
@@ -351,7 +341,6 @@ class Loader:
         """
         self._open()
         self._num_loops += 1
-        yield from self._micro_batches()  # those left of the current batch, if the script left its loop between them
         first = self._session.peek()
         if self._session.epochs.consume_finished(None if first is None else first.epoch):
             return  # an empty loop, so that the script does what it does after that epoch
@@ -372,19 +361,16 @@ class Loader:
         while (step := self._session.peek()) is not None and step.epoch == epoch:
             self._session.begin()
             if step.kind == "train" or self._parts.evaluate:
-                yield from self._micro_batches()
+                yield self._loaded()
         if self._session.run.stop_reason is None:
             self._session.epochs.end(epoch)
 
-    def _micro_batches(self) -> Iterator[LoadedBatch]:
-        while (part := self._session.next_slice()) is not None:
-            assert self._session.step is not None, "a slice belongs to the current step"
-            yield self._loaded(self._session.step, part)
-
-    def _loaded(self, step: Step, part: Slice) -> LoadedBatch:
+    def _loaded(self) -> LoadedBatch:
+        step = self._session.step
+        assert step is not None, "begun"
         # the script may be in inference mode now and still train on the batch outside it
         with torch.inference_mode(False), on_device(self._tables.device):
-            batch = LoadedBatch(step, part, self._session, self._job.features, self._belonging)
+            batch = LoadedBatch(step, self._session, self._job.features)
             self._session.current.stream_order.drawn()
         return batch
 

@@ -77,9 +77,8 @@ class EmbeddingBagCollection(nn.Module):
                 "trainer.device": str(device or "auto"),
             }
             content = settings.job_content(tables, self.kind, optimizer, capacity, own | dict(cast(Any, job) or {}))
-        self.shared = ScriptTables(content, job_file, default_dir)  # after `connect` those of several collections
+        self.shared = ScriptTables(content, job_file, default_dir)
         self._tables = list(self.job.tables)
-        self.name = self._tables[0].name  # no other collection of a job has this table
         self._features = [name for table in self._tables for name in table.features]
         for table in self._tables:
             self.kind.check(table.name, table.pooling)
@@ -115,11 +114,11 @@ class EmbeddingBagCollection(nn.Module):
         if session is None or (step := session.step) is None:
             raise RuntimeError(NO_BATCH)
         current = session.current
-        check_features(features, session, step, current.slice)
+        check_features(features, session, step)
         trains = self.training and torch.is_grad_enabled()
         with on_device(self.device):
             current.stream_order.await_batch()
-            found = current.look_up(self.name, trains=trains)
+            found = current.look_up(trains=trains)
             current.stream_order.record()
         return self._keyed([found[self.job.features.index(name)] for name in self._features])
 

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from traceback import clear_frames
@@ -60,14 +60,12 @@ STOPPING = "rowcast: {} came: the run stops after {}, with a checkpoint; a secon
 @dataclass(frozen=True, kw_only=True)
 class SessionParts:
     job: Job
-    collections: Sequence[str]  # a name of each module that looks up the batches
     device: torch.device
     launch: Launch  # of this process among the script's ranks
     start_child: Callable[[], Child] | None  # None: the user, or another rank, starts the prefetcher
     dense: StatefulObjects | None
     dense_optimizer: bool  # a dense optimizer must step once for each train batch
     evaluate: bool = False  # evaluation batches are yielded too
-    accumulate: int = 1  # micro-batches per batch
     begins_with_tables: bool = False  # the run begins with tables that the script has loaded, not with a checkpoint
     said_steps: int = 0  # train steps after which connect said that the run continues; 0: it said none
     finished: Manifest | None = None  # the last checkpoint of a complete run, with no train steps left

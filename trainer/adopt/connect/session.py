@@ -22,7 +22,6 @@ from rowcast.protocol.messages import StepHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.connect import run_folder
-from rowcast.trainer.adopt.connect.batch import Slice
 from rowcast.trainer.adopt.connect.current_step import NO_TRAIN_BATCH, CurrentStep, OptimizerSteps, StreamOrder
 from rowcast.trainer.adopt.connect.script_run import ScriptRun, SessionParts
 from rowcast.trainer.adopt.connect.script_state import EpochCount, ScriptState
@@ -59,7 +58,6 @@ class ScriptSession:
         self._epoch: int | None = None  # the epoch of the newest step that was begun
         self._next_step: int | None = None  # where the run continues if it stops now; None before the first `peek`
         self._loss: Tensor | None = None  # sum of the losses recorded for the current step
-        self._loss_before: Tensor | None = None  # the same without the current micro-batch's
         self._follows_barrier = False  # a barrier came right before the current step
         sparse = self._job.optimizer.sparse
         self._optimizer_steps = OptimizerSteps(sparse.lr, rows_follow=sparse.schedule != LearningRateSchedule())
@@ -82,9 +80,7 @@ class ScriptSession:
                 self._look_ups(slots, stream_order),
                 stream_order,
                 self._optimizer_steps,
-                self._parts.collections,
                 dense_optimizer=self._parts.dense_optimizer,
-                accumulate=self._parts.accumulate,
             )
             self.run.stack.callback(self._let_go)
 
@@ -135,8 +131,6 @@ class ScriptSession:
 
     def next_epoch(self) -> int | None:
         """The epoch of the next `for`; None if no epoch is left. Waits for the next step."""
-        if self._current is not None and self._current.has_slices:
-            return self.epoch
         first = self.peek()
         return self.epochs.next(None if first is None else first.epoch)
 
@@ -162,17 +156,12 @@ class ScriptSession:
             self._close_evaluation()
         return None if self._next is None else self._next.header
 
-    def next_slice(self) -> Slice | None:
-        """Gives the script the next micro-batch of the current step; None after the last one."""
-        self._loss_before = self._loss
-        return None if self._current is None else self._current.next_slice()
-
     def skip(self) -> None:
-        """Leaves out the current micro-batch, with the loss recorded for it. Raises RuntimeError."""
+        """Leaves out the current batch, with the loss recorded for it. Raises RuntimeError."""
         if self._current is None:
             raise RuntimeError(NO_TRAIN_BATCH)
         self._current.skip()
-        self._loss = self._loss_before
+        self._loss = None
 
     def begin(self) -> None:
         """Gives the script the step that `peek` has found."""
@@ -204,13 +193,11 @@ class ScriptSession:
                 raise RuntimeError(f"{TAKES[kind]}: call it in the loop, before the loader is asked for the next batch")
         if loss is not None and not self.current.is_skipped:
             assert step is not None, "checked above"
-            share = self.current.slice.size / step.header.batch_size
             mean = torch.as_tensor(loss, dtype=torch.float32, device=getattr(loss, "device", "cpu")).detach().mean()
-            weighted = mean * share
-            self._loss = weighted if self._loss is None else self._loss + weighted
+            self._loss = mean if self._loss is None else self._loss + mean
         if logits is not None:
             assert step is not None, "checked above"
-            labels = step.arrays["labels"][self.current.slice.start : self.current.slice.stop]
+            labels = step.arrays["labels"]
             self._script_state.record(logits.detach().float().reshape(labels.shape), labels)
         if ranks is not None:
             self._script_state.record_ranks(require_integers(ranks, "record(ranks=...)"))
@@ -289,7 +276,7 @@ class ScriptSession:
         Finishes the current step first if it was trained."""
         if self.step is not None and self.current.awaits_optimizer and self._parts.dense is not None:
             raise RuntimeError("a checkpoint with dense=... comes after optimizer.step(): call state_dict() after it")
-        if self.step is None or (self.current.is_trained and not self.current.has_slices):
+        if self.step is None or self.current.is_trained:
             self.peek()
         # right behind a barrier, the checkpoint may not be on disk yet
         in_step = self.step is not None

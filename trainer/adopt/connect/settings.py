@@ -1,7 +1,6 @@
-"""The job of a script's collections, from their arguments, and their whole tables.
+"""The job of a script's collection, from its arguments, and its whole tables.
 
-A collection has a job of its own until `rowcast.connect` joins the jobs of several into one. Whole tables are given
-before the run, at checkpoints and after the end.
+Whole tables are given before the run, at checkpoints and after the end.
 """
 
 import os
@@ -10,7 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -263,38 +262,14 @@ class ScriptTables:
         self._is_connected = False  # to a loader
         self._is_launched = False  # the loader starts the prefetcher
         self._resumes = False  # the tables begin with the newest checkpoint in the run directory
-        self._loaded: dict[str, Path] = {}  # the file that each loaded table begins with
+        self.loaded: Path | None = None  # the file that the run's tables begin with
 
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """One job with the tables of all, in their order. Changes none of them. Raises ConfigError."""
-        if not parts:
-            raise ConfigError("connect: no collection is given; give one, or several in a list")
-        first, *others = parts
-        if any(part._is_connected for part in parts):
+    def refuse_connected(self) -> None:
+        """Raises ConfigError."""
+        if self._is_connected:
             raise ConfigError(
                 "connect: this EmbeddingBagCollection has a loader already; make another one for another run"
             )
-        if not others:
-            return first
-        if any(part.has_job_file for part in parts):
-            raise ConfigError("connect: a job file has the tables of one collection; describe several by their configs")
-        names = [table.name for part in parts for table in part.job.tables]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
-            raise ConfigError(f"connect: table {twice[0]} is in two collections; give each table a name of its own")
-        for other in others:
-            for section, own in first.content.items():
-                theirs = other.content.get(section)
-                if section != "tables" and own != theirs:
-                    raise ConfigError(
-                        f"connect: collections share one job, and their {section} differs: {own} and {theirs}; give "
-                        "them the same optimizer, capacity, device, seed, run_dir and job"
-                    )
-        content = {**first.content, "tables": [table for part in parts for table in part.content["tables"]]}
-        found = cls(content, None, first.job.run_dir if first._has_default_dir else None)
-        found._loaded = {name: file for part in parts for name, file in part._loaded.items()}
-        return found
 
     @property
     def folder(self) -> Path:
@@ -363,8 +338,7 @@ class ScriptTables:
         if checkpoint is not None:
             path = table_files.exported(self.job, "--run", str(self.job.run_dir), "--checkpoint", checkpoint)
         else:
-            loaded = self._loaded.get(tables[0].name)
-            path = loaded or table_files.exported(self.job, "--config", str(self.write_job_file()))
+            path = self.loaded or table_files.exported(self.job, "--config", str(self.write_job_file()))
         return table_files.read_tables(path, tables)
 
     def load(self, tables: Sequence[Table], weights: Sequence[Tensor]) -> None:
@@ -382,25 +356,4 @@ class ScriptTables:
         if self.launch.local_rank == 0:  # it starts the host's prefetchers
             self.write_job_file()
             table_files.write_tables(path, tables, weights)
-        self._loaded |= {table.name: path for table in tables}
-
-    @property
-    def begins_with_tables(self) -> bool:
-        """Whether the run begins with tables that were given to load_state_dict()."""
-        return bool(self._loaded)
-
-    def loaded(self) -> Path | None:
-        """The file that the run's tables begin with; of several collections, theirs in one. Raises ConfigError."""
-        missing = [table.name for table in self.job.tables if table.name not in self._loaded]
-        if missing and self._loaded:
-            raise ConfigError(
-                f"tables were loaded without {missing[0]}: load all collections of connect, or none of them"
-            )
-        files = set(self._loaded.values())
-        if len(files) > 1:
-            tables = self.job.tables
-            weights = [table_files.read_tables(self._loaded[table.name], [table])[0] for table in tables]
-            whole = table_files.loaded_file(self.folder, tables)
-            table_files.write_tables(whole, tables, weights)
-            return whole
-        return next(iter(files), None)
+        self.loaded = path
