@@ -366,11 +366,11 @@ class RowPlanner:
         return at_multiple or before.kind != following.kind or is_due(self.checkpoint_every, before, following)
 
     def _fits(self, steps: Sequence[Scheduled[BatchRows]]) -> bool:
-        """Returns whether one plan may serve the steps: if their rows surely take at most half of the slots, so that
-        those of the next plan can enter beside them, or every row has a slot."""
+        """Returns whether one plan may serve the steps: if their rows surely take at most a third of the slots, so
+        that rows of later plans can stay beside them, or every row has a slot."""
         rows = zip(*[own.batch.groups for own in steps], strict=True)
         return all(
-            2 * sum([own.num_unique for own in of_group]) <= group.num_slots or group.num_slots >= group.group.num_rows
+            3 * sum([own.num_unique for own in of_group]) <= group.num_slots or group.num_slots >= group.group.num_rows
             for of_group, group in zip(rows, self.levels[0].groups, strict=True)
         )
 

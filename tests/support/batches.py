@@ -151,7 +151,9 @@ def slots_for(groups: tuple[GroupSpec, ...], batches: Sequence[ScheduledBatch], 
     if capacity == "everything":
         return tuple(group.num_rows for group in groups)
     largest = [max(distinct_rows(group, scheduled.batch) for scheduled in batches) for group in groups]
-    return tuple({"one batch": n, "more": n + 3, "two batches": 2 * n, "six batches": 6 * n}[capacity] for n in largest)
+    return tuple(
+        {"one batch": n, "more": n + 3, "two batches": 2 * n, "nine batches": 9 * n}[capacity] for n in largest
+    )
 
 
 def distinct_rows(group: GroupSpec, batch: Batch) -> int:

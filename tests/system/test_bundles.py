@@ -17,7 +17,16 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError
-from tests.support.batches import BAGS, NUM_DENSE, OPTIMIZERS, Bags, slots_for, small_batches, small_job
+from tests.support.batches import (
+    BAGS,
+    BATCH_SIZE,
+    NUM_DENSE,
+    OPTIMIZERS,
+    Bags,
+    batches_of_sizes,
+    slots_for,
+    small_job,
+)
 from tests.support.broken_source import Where, broken
 from tests.support.comparisons import assert_equal_bits, assert_tested_what_it_claims
 from tests.support.driver import InProcessRun, Past, Settings, start_state
@@ -31,7 +40,8 @@ BUNDLES = (2, 3, 8)
 
 @functools.cache
 def batches(optimizer: str, bags: Bags) -> list[ScheduledBatch]:
-    return small_batches(small_job(optimizer, bags), bags, num_steps=30, eval_at=EVALUATIONS)
+    sizes = [BATCH_SIZE // 3] * 34 + [BATCH_SIZE // 4]
+    return batches_of_sizes(small_job(optimizer, bags), bags, sizes, eval_at=EVALUATIONS, seed=3)
 
 
 @functools.cache
@@ -41,7 +51,7 @@ def plain(optimizer: str, bags: Bags, parts: int, num_steps: int) -> tuple[list[
 
 
 def settings(
-    job: Job, bags: Bags, optimizer: str = "adagrad", seed: int = 0, capacity: str = "six batches"
+    job: Job, bags: Bags, optimizer: str = "adagrad", seed: int = 0, capacity: str = "nine batches"
 ) -> Settings:
     return Settings(slots=slots_for(group_specs(job), batches(optimizer, bags), capacity), seed=seed)
 
