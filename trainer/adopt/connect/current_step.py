@@ -1,4 +1,4 @@
-"""Tracks the script's current step: the look-ups left, and whether the script trained it correctly.
+"""Tracks the step that the script is at, and whether the script trained it correctly.
 
     begin   look up   backward   end
 
