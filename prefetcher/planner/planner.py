@@ -272,7 +272,8 @@ class RowPlanner:
 
     groups: every group of the job. slots: of each level, from the device down (`Level`). depth: plans with rows in
     flight. horizon: bundles known beyond the one being planned, or how that number grows; plans use exactly these, so
-    they do not depend on when batches are added. bundle: the most steps of a plan. policy: a name in EVICTION_POLICIES.
+    they do not depend on when batches are added. A number grows too while bundles of fewer steps than `bundle`, the
+    most, hold fewer batches than it asks for. policy: a name in EVICTION_POLICIES.
     Policies that do not look ahead have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with
     several levels. num_threads: changes no plan. The caller makes a `barrier` when `checkpoint_due`.
     """
@@ -315,6 +316,7 @@ class RowPlanner:
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
         self.bundle = bundle
+        self._fixed_batches = fixed * bundle  # known beyond a plan
         self.known = Horizon(fixed if self._auto is None else self._auto.num_plans)
         self._open: list[Scheduled[BatchRows]] = []  # the batches of the next bundle
         self._next_plan: int | None = None  # the number of the next bundle
@@ -457,6 +459,8 @@ class RowPlanner:
         if self._auto is not None:
             groups = [group for level in self.levels for group in level.groups]
             known.num_plans = self._auto.grow(groups, known.id_bytes, known.num_known)
+        elif known.num_known > known.num_plans and known.num_batches - len(bundle.steps) < self._fixed_batches:
+            known.num_plans += 1  # not at the end of the data, where fewer are known
         known.advance()
         self._last_planned, self._before, self.evaluating = bundle.plan, bundle.last, bundle.first.kind == "eval"
         self.counters.count(bundle, moves[0])

@@ -72,3 +72,26 @@ def test_the_known_batches_stay_within_the_budget() -> None:
         planner.plan()
         feed(planner, left, True)
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"
+
+
+def test_a_fixed_horizon_knows_its_batches_although_plans_are_short() -> None:
+    """Plans of up to 8 steps, 4 of them known ahead: 32 batches, also where the slots allow 2 steps a plan."""
+
+    def noted(eager: bool) -> list[tuple[int, int]]:
+        planner, left = RowPlanner(GROUPS, [(400,)], 2, 4, bundle=8), list(skewed_trace())
+        notes = []
+        feed(planner, left, eager)
+        while planner.ready():
+            known, at_end = planner.known.num_batches, not left
+            num_steps = len(planner.plan().steps)
+            if not at_end:
+                notes.append((num_steps, known - num_steps))
+            feed(planner, left, eager)
+        return notes
+
+    notes = noted(eager=True)
+    assert notes == noted(eager=False)[: len(notes)]
+    assert max(num_steps for num_steps, _ in notes) < 4
+    grown = [beyond for _, beyond in notes[32:]]
+    assert len(grown) > 10
+    assert 32 <= min(grown) <= max(grown) < 32 + 4
