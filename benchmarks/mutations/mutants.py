@@ -257,6 +257,11 @@ tests/planner/test_directory.py::test_tracking_moving_and_forgetting_in_any_orde
 tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget
     the horizon grows beyond its bytes
         proposed * known_bytes <= self._budget_bytes * num_known => known_bytes <= self._budget_bytes
+::test_a_fixed_horizon_knows_its_batches_although_plans_are_short
+    a fixed horizon stays short
+        known.num_plans += 1 => known.num_plans += 0
+    a fixed horizon grows where the data ends
+        elif known.num_known > known.num_plans and => elif
 tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either
     the horizon ends where the device has nothing to guess
         [group for level in self.levels for group in level.groups] => self.levels[0].groups

@@ -95,3 +95,4 @@ def test_a_fixed_horizon_knows_its_batches_although_plans_are_short() -> None:
     grown = [beyond for _, beyond in notes[32:]]
     assert len(grown) > 10
     assert 32 <= min(grown) <= max(grown) < 32 + 4
+    assert set(plans_of(skewed_trace(), 400, 4)[1]) == {4}, "plans of one step need no more, also at the end"
