@@ -15,7 +15,7 @@ from rowcast.job.file import load_job
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
-from rowcast.trainer.adopt.connect.script_state import StatefulObjects
+from rowcast.trainer.adopt.connect.script_state import ScriptObjects
 from rowcast.trainer.adopt.connect.table_files import run_prefetcher_command
 from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_all, train_on, train_until
 from tests.support.facts import facts
@@ -178,7 +178,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: 
             """Nothing to load."""
 
     model, optimizer = make(tmp_path)
-    with pytest.raises(ConfigError, match=facts("state of dense", "Generator", "checkpoint")):
+    with pytest.raises(ConfigError, match=facts("dense", "state of its Odd", "Generator", "checkpoint")):
         train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=2, dense=(Odd(),)))
     model, optimizer = make(tmp_path / "early")
     with rowcast.connect(model.ebc, DATASET, save_every=1, dense=(model, optimizer)) as loader:
@@ -225,7 +225,7 @@ def test_rows_of_two_bytes_go_through_state_dicts_as_they_are(tmp_path: Path, la
 def test_a_schedule_of_milestones_is_restored_as_it_was() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[2, 5, 5])
-    objects = StatefulObjects([schedule], torch.device("cpu"), nullcontext)
+    objects = ScriptObjects([schedule], torch.device("cpu"), nullcontext)
     tensors = objects.state()
     schedule.milestones = Counter()
     objects.restore(tensors)

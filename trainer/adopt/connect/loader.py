@@ -30,12 +30,13 @@ from rowcast.trainer.adopt.connect.batch import LoadedBatch
 from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.connect.rank_session import RankSession
 from rowcast.trainer.adopt.connect.script_run import SessionParts
-from rowcast.trainer.adopt.connect.script_state import Stateful, StatefulObjects
+from rowcast.trainer.adopt.connect.script_state import ScriptObjects
 from rowcast.trainer.adopt.connect.session import ScriptSession
 from rowcast.trainer.adopt.connect.settings import NO_DATA, ScriptTables
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
+from rowcast.trainer.models.user_objects import Stateful
 from rowcast.trainer.run.launch import Launch, check_launch, rank_in_log
 
 _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
@@ -112,7 +113,7 @@ def connect(
         changes["checkpoint.every"] = 0  # no run can continue from a checkpoint without the script's objects
     if is_launched and launch.world_size > 1 and "count" not in tables.content.get("ranks", {}):
         changes |= {"ranks.count": launch.world_size, "ranks.per_host": launch.local_world_size}
-    objects = None if dense is None else StatefulObjects(dense, tables.device, tables.without_tables)
+    objects = None if dense is None else ScriptObjects(dense, tables.device, tables.without_tables)
     job = tables.adopt(changes, is_launched=is_launched, resumes=not fresh)
     check_launch(launch, job.ranks)
     if job.ranks.num_parts > launch.world_size:
@@ -184,7 +185,7 @@ def require_group(launch: Launch, device: torch.device) -> None:
         )
 
 
-def refuse_to_resume(tables: ScriptTables, newest: Manifest, objects: StatefulObjects | None) -> None:
+def refuse_to_resume(tables: ScriptTables, newest: Manifest, objects: ScriptObjects | None) -> None:
     """Raises ConfigError if this script cannot continue the run in its run directory."""
     was, now = num_parts(newest.job), tables.job.ranks.num_parts
     ranks = [f"it is started on {now} ranks, and was on {was} (start {was}, as by --nproc-per-node {was})"]

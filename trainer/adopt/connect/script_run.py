@@ -38,7 +38,7 @@ from rowcast.runtime.stops import PASSED_ON
 from rowcast.runtime.telemetry.format_numbers import LOST
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.connect import run_folder
-from rowcast.trainer.adopt.connect.script_state import ScriptState, ScriptTelemetry, StatefulObjects
+from rowcast.trainer.adopt.connect.script_state import ScriptObjects, ScriptState, ScriptTelemetry
 from rowcast.trainer.device.cuda import adopted_streams, release_memory
 from rowcast.trainer.device.streams import ignore, on_device
 from rowcast.trainer.run.connection import Connection
@@ -63,7 +63,7 @@ class SessionParts:
     device: torch.device
     launch: Launch  # of this process among the script's ranks
     start_child: Callable[[], Child] | None  # None: the user, or another rank, starts the prefetcher
-    dense: StatefulObjects | None
+    dense: ScriptObjects | None
     dense_optimizer: bool  # a dense optimizer must step once for each train batch
     evaluate: bool = False  # evaluation batches are yielded too
     begins_with_tables: bool = False  # the run begins with tables that the script has loaded, not with a checkpoint

@@ -1,17 +1,14 @@
 """What a run keeps of its script: state in checkpoints, losses and evaluations, and the metrics and report of them.
 
-adopted.<n>.<number>    tensors of the n-th of the script's objects, by state_dict and load_state_dict
+adopted.<n>.<number>    tensors of the n-th of the script's objects, as in trainer/models/user_objects.py
 adopted.structure       u8, JSON: the nesting around the tensors
 adopted.epochs_over     i64: epochs whose `for` loop has ended in the script
 random.cpu, ...         torch's random state, as in trainer/models/model_state.py
 """
 
-import json
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +18,13 @@ from rowcast.job.schema import Job
 from rowcast.protocol.messages import Welcome
 from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import Position
-from rowcast.runtime.errors import ConfigError, Mismatch
+from rowcast.runtime.errors import Mismatch
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics, Evaluation
 from rowcast.trainer.models.model_state import Tensors, random_state, restore_random
+from rowcast.trainer.models.user_objects import Stateful, StatefulObjects
 from rowcast.trainer.report.final_report import final_record, final_report
 from rowcast.trainer.report.page import write_page
 from rowcast.trainer.report.progress import History
@@ -36,18 +34,10 @@ from rowcast.trainer.run.rank_group import Group, gathered_report
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
 from rowcast.trainer.step.metrics import TrainerCounters
 
-STRUCTURE, COMPLETED_EPOCHS = "adopted.structure", "adopted.epochs_over"
+COMPLETED_EPOCHS = "adopted.epochs_over"
 
 
-class Stateful(Protocol):
-    """A model, an optimizer, a learning-rate schedule."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
-class StatefulObjects:
+class ScriptObjects(StatefulObjects):
     def __init__(
         self,
         parts: Sequence[Stateful],
@@ -55,83 +45,23 @@ class StatefulObjects:
         without_tables: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`without_tables`: a context in which a model's state omits the tables."""
-        for part in parts:
-            if not all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
-                raise ConfigError(
-                    f"connect: dense holds a {type(part).__name__}; give objects with state_dict and load_state_dict"
-                )
-        self.parts = list(parts)
-        self._device = device
-        self._without_tables = without_tables
+        super().__init__(parts, "adopted", "connect: dense")
+        self._device, self._without_tables = device, without_tables
 
     def state(self) -> Tensors:
-        tensors: Tensors = {}
         with self._without_tables():
-            structure = [flattened(part.state_dict(), f"adopted.{n}", tensors) for n, part in enumerate(self.parts)]
-        content = bytearray(json.dumps(structure).encode())
-        return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8), **random_state(self._device)}
+            return {**super().state(), **random_state(self._device)}
 
-    def restore(self, tensors: Tensors) -> None:
+    def restore(self, tensors: Tensors) -> bool:
         """Raises Mismatch if the tensors are not the states of these objects."""
-        if STRUCTURE not in tensors:
-            raise Mismatch(
-                "the checkpoint has no state of a training script; connect with fresh=True, or continue it by "
-                "`trainer run`"
-            )
-        structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
-        if len(structure) != len(self.parts):
-            raise Mismatch(
-                f"the checkpoint has the state of {len(structure)} objects, but connect was given "
-                f"{len(self.parts)} as dense"
-            )
         with self._without_tables():
-            for part, part_structure in zip(self.parts, structure, strict=True):
-                state = rebuilt(part_structure, tensors)
-                try:
-                    part.load_state_dict(state)
-                except (RuntimeError, ValueError, LookupError) as error:
-                    sentence = " ".join(str(error).split())
-                    raise Mismatch(
-                        f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote "
-                        "it"
-                    ) from None
+            if not super().restore(tensors):
+                raise Mismatch(
+                    "the checkpoint has no state of a training script; connect with fresh=True, or continue it by "
+                    "`trainer run`"
+                )
         restore_random(self._device, tensors)
-
-
-def flattened(value: Any, prefix: str, tensors: Tensors) -> Any:
-    """Nested state as JSON; moves its tensors to `tensors`. Raises ConfigError for a value that is neither."""
-    if isinstance(value, Tensor):
-        name = f"{prefix}.{len(tensors)}"
-        tensors[name] = value
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
-    if isinstance(value, list | tuple):
-        kind = "tuple" if type(value) is tuple else "list"
-        return {kind: [flattened(entry, prefix, tensors) for entry in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return {"value": value}
-    raise ConfigError(
-        f"connect: the state of dense holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, "
-        "numbers and text"
-    )
-
-
-def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    ((kind, content),) = structure.items()
-    match kind:
-        case "tensor":
-            return tensors[content]
-        case "dict" | "counter":
-            entries = {key: rebuilt(entry, tensors) for key, entry in content}
-            return Counter(entries) if kind == "counter" else entries  # MultiStepLR calls a Counter's `elements`
-        case "list":
-            return [rebuilt(entry, tensors) for entry in content]
-        case "tuple":
-            return tuple(rebuilt(entry, tensors) for entry in content)
-        case _:
-            return content
+        return True
 
 
 class EpochCount:
@@ -176,7 +106,7 @@ class EpochCount:
 class ScriptState:
     """Implements `barrier.ModelState`."""
 
-    def __init__(self, dense: StatefulObjects | None, device: torch.device, job: Job) -> None:
+    def __init__(self, dense: ScriptObjects | None, device: torch.device, job: Job) -> None:
         self.evaluating = False  # logits or ranks were recorded since the last evaluation was closed
         self.epochs = EpochCount()
         self._job = job
