@@ -194,7 +194,7 @@ tests/system/test_device_order.py::test_every_order_that_the_waits_allow_gives_t
         is_next = self._dense and not self._writeback.has_arrived => is_next = self._dense
 tests/planner/test_planner.py::test_a_plan_waits_until_its_horizon_is_complete
     the horizon is a batch short
-        max(0, self.num_plans + 1 - len(self._known)) => max(0, self.num_plans - len(self._known))
+        num_beyond >= self.num_ahead and => num_beyond >= self.num_ahead - 1 and
 tests/planner/test_plans.py::test_plans_and_barriers_equal_brute_force_field_by_field
     a row that came home at a barrier stays dirty
         row["use"] &= ~DIRTY => pass
@@ -256,12 +256,12 @@ tests/planner/test_directory.py::test_tracking_moving_and_forgetting_in_any_orde
         if ((cell - begin) & mask) >= ((cell - hole) & mask): => if ((cell - begin) & mask) > ((cell - hole) & mask):
 tests/planner/test_auto_horizon.py::test_the_known_batches_stay_within_the_budget
     the horizon grows beyond its bytes
-        proposed * known_bytes <= self._budget_bytes * num_known => known_bytes <= self._budget_bytes
-::test_a_fixed_horizon_knows_its_batches_although_plans_are_short
-    a fixed horizon stays short
-        known.num_plans += 1 => known.num_plans += 0
-    a fixed horizon grows where the data ends
-        elif known.num_known > known.num_plans and => elif
+        proposed * known.id_bytes <= self._budget_bytes * known.num_batches => known.id_bytes <= self._budget_bytes
+::test_a_horizon_counts_batches_and_as_many_plans_as_are_in_flight
+    a horizon counts the batches of the next plan
+        self.num_batches - len(self._known[0].steps) => self.num_batches
+    fewer plans than the depth are known
+        and len(self._known) > self.least_plans => and len(self._known) > 0
 tests/planner/test_tier.py::test_the_horizon_grows_until_the_tier_has_nothing_to_guess_either
     the horizon ends where the device has nothing to guess
         [group for level in self.levels for group in level.groups] => self.levels[0].groups

@@ -138,12 +138,12 @@ class Bundle:
 
 
 class Horizon:
-    """The known bundles, in order. Plan p may be made once the bundles p to p + `num_plans` are known or the data has
-    ended."""
+    """The known bundles, in order. A plan may be made once `num_ahead` batches and `least_plans` bundles beyond its own
+    are known, or the data has ended."""
 
-    def __init__(self, num_plans: int) -> None:
-        assert num_plans >= 0, f"a horizon of {num_plans} plans"
-        self.num_plans = num_plans
+    def __init__(self, num_ahead: int, least_plans: int) -> None:
+        assert num_ahead >= 0, f"a horizon of {num_ahead} batches"
+        self.num_ahead, self.least_plans = num_ahead, least_plans
         self.id_bytes = 0  # of the known batches
         self.num_batches = 0
         self._known: deque[Bundle] = deque()
@@ -154,9 +154,7 @@ class Horizon:
         """Asserts that this step may enter now: it follows the last one, and the next plan needs it."""
         assert not self._ended, f"step {step} was added after the end of the data"
         assert self.following in (None, step), f"step {step} was added, but step {self.following} follows"
-        assert self.wants > 0, (
-            f"step {step} was added, but {len(self._known)} bundles are known and {self.num_plans + 1} are enough"
-        )
+        assert not self.ready, f"step {step} was added, but the {self.num_batches} known batches are enough"
 
     def append(self, bundle: Bundle) -> None:
         self._known.append(bundle)
@@ -166,28 +164,29 @@ class Horizon:
     def end(self) -> None:
         self._ended = True
 
-    @property
-    def wants(self) -> int:
-        """Bundles."""
-        return 0 if self._ended else max(0, self.num_plans + 1 - len(self._known))
+    def wants(self, num_open: int) -> int:
+        """Returns how many batches surely enter before the next plan. `num_open`: known, and in no bundle yet."""
+        if self._ended or self.ready:
+            return 0
+        num_next = len(self._known[0].steps) if self._known else 1
+        missing = self.num_ahead + num_next - self.num_batches - num_open
+        return max(1, missing, self.least_plans + 1 - len(self._known))
 
     @property
     def ready(self) -> bool:
-        num_known = len(self._known)
-        return num_known > self.num_plans or (self._ended and num_known > 0)
+        if self._ended or not self._known:
+            return len(self._known) > 0
+        num_beyond = self.num_batches - len(self._known[0].steps)
+        return num_beyond >= self.num_ahead and len(self._known) > self.least_plans
 
     @property
     def next(self) -> Bundle:
-        assert self.ready, f"{len(self._known)} bundles are known of the {self.num_plans + 1} that a plan needs"
+        assert self.ready, f"{self.num_batches} batches are known, and {self.num_ahead} beyond the next plan are needed"
         return self._known[0]
 
     @property
     def last_plan(self) -> int:
         return self._known[-1].plan
-
-    @property
-    def num_known(self) -> int:
-        return len(self._known)
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:

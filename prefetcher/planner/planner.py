@@ -37,7 +37,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.stages import ThreadPool
 
 CAPACITY_KEYS = ("cache.capacity", "store.memory")  # of the levels, from the device down
-WHILE_FILLING = 8  # plans by which the automatic horizon grows per plan
+WHILE_FILLING = 8  # batches by which the automatic horizon grows per step
 SHARE = 16  # it grows by 1/16 per plan while plans guess
 
 Slots = tuple[int, ...]  # of each group
@@ -239,41 +239,42 @@ class AutoHorizon:
     A plan that evicted rows and left no idle row guessed nothing: it knew the next use of every remaining row, and
     knowing more would have changed nothing. A plan that left idle rows chose among rows without a known next use, so
     the horizon grows. While a group has free slots there is nothing to evict yet, and the horizon grows by 8 batches
-    per plan in preparation, to about eight times the plans that fill the cache once. On 18 logs this fetched exactly as
+    per step in preparation, to about eight times the steps that fill the cache once. On 18 logs this fetched exactly as
     many rows as the bound (docs/log/planner.md). All levels count: the horizon grows until none has anything to guess.
 
     Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 
-    `least`: bundles known beyond the one being planned at the start. `id_bytes`: the budget for known batches.
+    `least`: batches known beyond the next plan's at the start. `id_bytes`: the budget for known batches.
     """
 
     def __init__(self, least: int, id_bytes: int) -> None:
-        self.num_plans = least
+        self.num_ahead = least
         self._budget_bytes = id_bytes
 
-    def grow(self, groups: Sequence[GroupPlanner], known_bytes: int, num_known: int) -> int:
-        """Returns the new horizon after a plan. `groups`: of every level. `known_bytes`: bytes of the `num_known`
-        bundles known now."""
-        proposed = self.num_plans + max(self._growth(group) for group in groups)
-        if proposed * known_bytes <= self._budget_bytes * num_known:
-            self.num_plans = proposed
-        return self.num_plans
+    def grow(self, groups: Sequence[GroupPlanner], known: Horizon) -> int:
+        """Returns the new horizon after a plan. `groups`: of every level. `known`: the plan's batches and those beyond
+        them."""
+        num_steps = len(known.next.steps)
+        proposed = self.num_ahead + max(self._growth(group, num_steps) for group in groups)
+        if proposed * known.id_bytes <= self._budget_bytes * known.num_batches:
+            self.num_ahead = proposed
+        return self.num_ahead
 
-    def _growth(self, group: GroupPlanner) -> int:
+    def _growth(self, group: GroupPlanner, num_steps: int) -> int:
         if group.num_slots >= group.group.num_rows:
             return 0
         if group.num_free:
-            return WHILE_FILLING
-        return 1 + self.num_plans // SHARE if group.guessed else 0
+            return WHILE_FILLING * num_steps
+        return num_steps + self.num_ahead // SHARE if group.guessed else 0
 
 
 class RowPlanner:
     """Use from one thread: `add` batches while `wants_batch` is above 0, `end` after the last, `plan` while `ready`.
 
     groups: every group of the job. slots: of each level, from the device down (`Level`). depth: plans with rows in
-    flight. horizon: bundles known beyond the one being planned, or how that number grows; plans use exactly these, so
-    they do not depend on when batches are added. A number grows too while bundles of fewer steps than `bundle`, the
-    most, hold fewer batches than it asks for. policy: a name in EVICTION_POLICIES.
+    flight. horizon: batches known beyond those being planned, or how that number grows; as many as it asks for and the
+    rest of a bundle, and `depth` bundles of them if it is no smaller. Plans use exactly these, so they do not depend on
+    when batches are added. bundle: the most steps of a plan. policy: a name in EVICTION_POLICIES.
     Policies that do not look ahead have a horizon of 0; "static" looks at `first_batches`; only "lookahead" works with
     several levels. num_threads: changes no plan. The caller makes a `barrier` when `checkpoint_due`.
     """
@@ -314,13 +315,12 @@ class RowPlanner:
         )
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
-        fixed = 0 if isinstance(horizon, AutoHorizon) else horizon
+        num_ahead = horizon.num_ahead if isinstance(horizon, AutoHorizon) else horizon
         self.bundle = bundle
-        self._fixed_batches = fixed * bundle  # known beyond a plan
-        self.known = Horizon(fixed if self._auto is None else self._auto.num_plans)
+        self.known = Horizon(num_ahead, min(num_ahead, depth))
         self._open: list[Scheduled[BatchRows]] = []  # the batches of the next bundle
         self._next_plan: int | None = None  # the number of the next bundle
-        self._write_backs = WriteBackWindow(depth)
+        self._write_backs = WriteBackWindow(depth, looks_beyond=num_ahead >= depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
         self.checkpoint_every: CheckpointInterval = 0  # each with a `barrier`; may be set between two plans
@@ -395,12 +395,13 @@ class RowPlanner:
     def wants_batch(self) -> int:
         """How many batches may be added now, as each ends one plan at most; 0 once the next plan can be made, or the
         data has ended."""
-        return self.known.wants
+        return self.known.wants(len(self._open))
 
     @property
     def horizon(self) -> int:
         """The batches that may have to be known beyond the next one for a plan."""
-        return (self.known.num_plans + 1) * self.bundle - 1
+        of_batches = self.known.num_ahead + 2 * (self.bundle - 1)  # the first and the last bundle may be full
+        return max(of_batches, (self.known.least_plans + 1) * self.bundle - 1)
 
     @property
     def num_known(self) -> int:
@@ -455,12 +456,10 @@ class RowPlanner:
         bundle, known = self.known.next, self.known
         check_capacity(self.levels, bundle)
         moves = tuple(level.move(bundle, known.last_plan) for level in self.levels)
-        after_plan = self._write_backs.after_plan(bundle.plan, moves[0], known.num_plans)
+        after_plan = self._write_backs.after_plan(bundle.plan, moves[0])
         if self._auto is not None:
             groups = [group for level in self.levels for group in level.groups]
-            known.num_plans = self._auto.grow(groups, known.id_bytes, known.num_known)
-        elif known.num_known > known.num_plans and known.num_batches - len(bundle.steps) < self._fixed_batches:
-            known.num_plans += 1  # not at the end of the data, where fewer are known
+            known.num_ahead = self._auto.grow(groups, known)
         known.advance()
         self._last_planned, self._before, self.evaluating = bundle.plan, bundle.last, bundle.first.kind == "eval"
         self.counters.count(bundle, moves[0])
@@ -512,19 +511,20 @@ def is_due(every: CheckpointInterval, before: Scheduled[BatchRows], following: S
 class WriteBackWindow:
     """Dirty victims of the last `depth` plans, which may not have reached the store yet."""
 
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
+    def __init__(self, depth: int, *, looks_beyond: bool) -> None:
+        """`looks_beyond`: at least `depth` plans are known beyond the one being made."""
+        self._depth, self._looks_beyond = depth, looks_beyond
         # plan, keys of each group's dirty victims
         self._recent: deque[tuple[int, tuple[I64, ...]]] = deque(maxlen=depth)
         self._settled: int | None = None
 
-    def after_plan(self, plan: int, moves: tuple[GroupMoves, ...], horizon: int) -> int | None:
+    def after_plan(self, plan: int, moves: tuple[GroupMoves, ...]) -> int | None:
         """Returns the last of these plans that evicted a row which this one fetches.
 
-        With a horizon of at least `depth`, such a row had a known next use when it left, and its occurrence has the
-        plan. With a shorter horizon, keys are compared.
+        Where plans look beyond the window, such a row had a known next use when it left, and its occurrence has the
+        plan. Otherwise keys are compared.
         """
-        if horizon >= self._depth:
+        if self._looks_beyond:
             least = max(plan - self._depth, 0 if self._settled is None else self._settled + 1)
             return max(
                 (m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None
@@ -562,7 +562,7 @@ def job_planner(
         groups,
         slots,
         job.lookahead.depth,
-        job_horizon(job.lookahead, job.bundle),
+        job_horizon(job.lookahead),
         bundle=job.bundle,
         policy=job.cache.policy,
         first_batches=first_batches,
@@ -574,9 +574,9 @@ def job_planner(
     return planner
 
 
-def job_horizon(lookahead: Lookahead, bundle: int) -> int | AutoHorizon:
-    plans = max(lookahead.depth, -(-lookahead.horizon_batches // bundle))
-    return AutoHorizon(plans, parse_bytes(lookahead.id_bytes)) if lookahead.horizon == "auto" else plans
+def job_horizon(lookahead: Lookahead) -> int | AutoHorizon:
+    least = lookahead.horizon_batches
+    return AutoHorizon(least, parse_bytes(lookahead.id_bytes)) if lookahead.horizon == "auto" else least
 
 
 @compiled_loop

@@ -52,7 +52,7 @@ def gauges_of(engine: PrefetcherEngine, idle: PrefetcherGauges, queued: int) -> 
         ring_size_bytes=engine.welcome.fetch_ring.nbytes,
         frames_refused=engine.conversation.frames_refused,
         in_flight_plans=plans_between(engine.fetcher.done_through, engine.fetcher.sent_through),
-        horizon_batches=engine.planner.known.num_plans * engine.planner.bundle,
+        horizon_batches=engine.planner.known.num_ahead,
         known_batches=engine.planner.num_known,
         slots=[
             SlotStates(free=g.num_free, clean=g.num_resident - g.num_dirty, dirty=g.num_dirty)

@@ -74,25 +74,45 @@ def test_the_known_batches_stay_within_the_budget() -> None:
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"
 
 
-def test_a_fixed_horizon_knows_its_batches_although_plans_are_short() -> None:
-    """Plans of up to 8 steps, 4 of them known ahead: 32 batches, also where the slots allow 2 steps a plan."""
+@pytest.mark.parametrize("horizon", [4, 32])
+def test_a_horizon_counts_batches_and_as_many_plans_as_are_in_flight(horizon: int) -> None:
+    """Plans of up to 8 steps; the slots allow 2 or 3 of them, and the depth asks for 3 plans."""
 
-    def noted(eager: bool) -> list[tuple[int, int]]:
-        planner, left = RowPlanner(GROUPS, [(400,)], 2, 4, bundle=8), list(skewed_trace())
+    def noted(eager: bool) -> list[tuple[int, int, int]]:
+        """Of each plan: its steps, and the batches and plans that it knows beyond them."""
+        planner, left = RowPlanner(GROUPS, [(1500,)], 3, horizon, bundle=8), list(skewed_trace())
         notes = []
         feed(planner, left, eager)
-        while planner.ready():
-            known, at_end = planner.known.num_batches, not left
+        while planner.ready() and left:
+            assert planner.num_known <= planner.horizon + 1
+            known, num_plans = planner.known.num_batches, len(planner.known.bundles)
             num_steps = len(planner.plan().steps)
-            if not at_end:
-                notes.append((num_steps, known - num_steps))
+            notes.append((num_steps, known - num_steps, num_plans - 1))
             feed(planner, left, eager)
         return notes
 
     notes = noted(eager=True)
     assert notes == noted(eager=False)[: len(notes)]
-    assert max(num_steps for num_steps, _ in notes) < 4
-    grown = [beyond for _, beyond in notes[32:]]
-    assert len(grown) > 10
-    assert 32 <= min(grown) <= max(grown) < 32 + 4
-    assert set(plans_of(skewed_trace(), 400, 4)[1]) == {4}, "plans of one step need no more, also at the end"
+    steps, batches, plans = (set(own) for own in zip(*notes, strict=True))
+    assert len(notes) > 10
+    assert max(steps) == 3
+    if horizon == 32:
+        assert 32 <= min(batches) <= max(batches) < 32 + 3, "as many as it asks for, and the rest of a plan"
+        assert min(plans) > 3
+    else:
+        assert min(batches) > 4
+        assert plans == {3}, "no more than are in flight"
+
+
+def test_an_automatic_horizon_keeps_its_budget_although_plans_are_short() -> None:
+    trace, budget = skewed_trace(), 200_000
+    planner, left = RowPlanner(GROUPS, [(1000,)], 2, AutoHorizon(2, budget), bundle=8), list(trace)
+    most, known = 0, 0
+    feed(planner, left, True)
+    while planner.ready() and left:
+        most, known = max(most, planner.known.id_bytes), max(known, planner.num_known)
+        assert planner.num_known <= planner.horizon + 1
+        planner.plan()
+        feed(planner, left, True)
+    assert budget / 2 < most < 1.2 * budget, "the batches of the next plan come on top"
+    assert planner.known.num_ahead <= known <= planner.known.num_ahead + 4

@@ -75,7 +75,7 @@ def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> N
     with pytest.raises(AssertionError, match="step 2 was added, but step 1 follows"):
         planner.add(trace[2])
     planner.add(trace[1])
-    with pytest.raises(AssertionError, match="2 bundles are known"):
+    with pytest.raises(AssertionError, match="the 2 known batches are enough"):
         planner.add(trace[2])
     planner.end()
     with pytest.raises(AssertionError, match="after the end"):

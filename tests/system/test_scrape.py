@@ -125,7 +125,7 @@ class ScrapedRun:
                 eval={"every": 10},
                 cache={"capacity": "20KiB"},
                 store={"kind": "tiered", "memory": "700 rows"},
-                lookahead={"depth": 2, "horizon": 4},
+                lookahead={"depth": 2, "horizon": 4, "bundle": 2},
             )
             self.groups = tuple(group.name for group in group_specs(load_job(session.config)))
             paths = {"PYTHONPATH": str(ROOT), HOLD: str(folder)}
