@@ -204,11 +204,15 @@ def test_an_init_function_of_its_own_is_refused() -> None:
 
 def test_a_collection_has_one_loader(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
-    with pytest.raises(ConfigError, match="connect: dataset is missing"):
-        rowcast.connect(model.ebc)
     rowcast.connect(model.ebc, DATASET)
     with pytest.raises(ConfigError, match="has a loader already"):
         rowcast.connect(model.ebc, DATASET)
+
+
+def test_a_whole_job_file_is_for_rowcast_train() -> None:
+    file: Any = "job.toml"
+    with pytest.raises(ConfigError, match=facts("job.toml", "`rowcast train`", "docs/models.md")):
+        EmbeddingBagCollection(CONFIGS, optimizer={"kind": "sgd", "lr": 0.1}, capacity="1MiB", job=file)
 
 
 def test_the_job_of_a_script_is_refused_by_the_trainers_own_command() -> None:

@@ -228,9 +228,9 @@ class ScriptPair(InProcessRun):
                 patched.setenv(name, str(number))
             patched.setattr(f"{LOADER}.session.ScriptRun", lambda parts: PairedRun(parts, self))
             patched.setattr(f"{LOADER}.rank_session.ScriptCollectives", lambda *arguments: self.collectives)
-            self.embeddings = rowcast.EmbeddingBagCollection(job=self._ranks.job_file)
+            self.embeddings = self._ranks.embeddings()
             dense = self.runner.model, self.runner.optimizer
-            self.loader = rowcast.connect(self.embeddings, evaluate=True, dense=dense)
+            self.loader = rowcast.connect(self.embeddings, self.job.data.format, evaluate=True, dense=dense)
         session: Any = self.loader._session
         self.session = self.script.session = session
         self.welcome, run = welcome, session.run
@@ -296,8 +296,20 @@ class ScriptRanks(RankedRun):
         self.without, self.behind, self._kind = without, behind, kind
         self.rooms: list[dict[int, bytes]] = []
         self.scripts: list[ScriptPair] = []
-        self.job_file = folder / "job.json"
-        self.job_file.write_bytes(msgspec.json.encode(job, enc_hook=str))
+        content = msgspec.to_builtins(job, enc_hook=str)
+        self._sections = {name: own for name, own in content.items() if isinstance(own, dict)}
+        self._configs = [
+            rowcast.EmbeddingBagConfig(
+                name=own.name,
+                num_embeddings=own.num_embeddings,
+                embedding_dim=own.embedding_dim,
+                feature_names=list(own.features),
+                init=own.init,
+                pooling=own.pooling,
+                placement=own.placement,
+            )
+            for own in job.tables
+        ]
         self._patched = pytest.MonkeyPatch()
         self._patched.setattr(f"{LOADER}.rank_session.MADE", [])
         self._patched.setattr(f"{LOADER}.loader.require_group", lambda launch, device: None)
@@ -306,6 +318,10 @@ class ScriptRanks(RankedRun):
         for slow in ("script_run.release_memory", "script_state.write_page"):
             self._patched.setattr(f"{LOADER}.{slow}", lambda *arguments: None)
         super().__init__(job, batches, settings, ranks=ranks, parts=ranks)
+
+    def embeddings(self) -> rowcast.EmbeddingBagCollection:
+        sparse, capacity = self.job.optimizer.sparse, self.job.cache.capacity
+        return rowcast.EmbeddingBagCollection(self._configs, optimizer=sparse, capacity=capacity, job=self._sections)
 
     def make_pair(
         self, number: int, batches: Sequence[ScheduledBatch], settings: Settings, past: Past | None, sharing: Sharing

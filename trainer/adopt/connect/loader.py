@@ -32,7 +32,7 @@ from rowcast.trainer.adopt.connect.rank_session import RankSession
 from rowcast.trainer.adopt.connect.script_run import SessionParts
 from rowcast.trainer.adopt.connect.script_state import ScriptObjects
 from rowcast.trainer.adopt.connect.session import ScriptSession
-from rowcast.trainer.adopt.connect.settings import NO_DATA, ScriptTables
+from rowcast.trainer.adopt.connect.settings import ScriptTables
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
@@ -44,7 +44,7 @@ _newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each
 
 def connect(
     ebc: EmbeddingBagCollection,
-    dataset: str | None = None,
+    dataset: str,
     *,
     epochs: int | None = None,
     options: Mapping[str, Any] | None = None,
@@ -59,8 +59,7 @@ def connect(
     """Connects `ebc` to a data set and returns the loader of its batches.
 
     ebc: the module that looks up the batches; it can be connected once.
-    dataset: a `data.format` of a job file, usually "package.module:factory"; starts a prefetcher for it.
-        Without it, the user starts the prefetcher of `ebc`'s job file.
+    dataset: a `data.format` of a job file, usually "package.module:factory"; a prefetcher is started for it.
     epochs: how many times the run reads the data (`data.epochs`).
     options: keyword arguments for the data factory (`data.options`).
     max_steps: train steps after which the run ends.
@@ -77,7 +76,7 @@ def connect(
     """
     table_files.refuse_within_prefetcher()
     open_missing_descriptors()
-    if not isinstance(dataset, str | None):
+    if not isinstance(dataset, str):
         raise ConfigError(
             f"connect: dataset = {dataset!r} is not a name; the prefetcher, another process, imports what "
             '"package.module:factory" names'
@@ -99,22 +98,12 @@ def connect(
     tables.refuse_connected()
     launch = tables.launch
     check_group(launch)
-    is_launched = dataset is not None or not tables.has_job_file
-    if not is_launched and (changes or max_steps is not None or fresh):
-        raise ConfigError(
-            "connect: without a dataset, the prefetcher's job file and options set everything but evaluate and dense; "
-            "give a dataset to have a prefetcher started"
-        )
-    if is_launched and dataset is None and tables.job.data.format == NO_DATA:
-        raise ConfigError(
-            'connect: dataset is missing; name it, as "package.module:factory", or make the module from a job file'
-        )
-    if is_launched and dense is None and save_every is None and "every" not in tables.content.get("checkpoint", {}):
+    if dense is None and save_every is None and "every" not in tables.content.get("checkpoint", {}):
         changes["checkpoint.every"] = 0  # no run can continue from a checkpoint without the script's objects
-    if is_launched and launch.world_size > 1 and "count" not in tables.content.get("ranks", {}):
+    if launch.world_size > 1 and "count" not in tables.content.get("ranks", {}):
         changes |= {"ranks.count": launch.world_size, "ranks.per_host": launch.local_world_size}
     objects = None if dense is None else ScriptObjects(dense, tables.device, tables.without_tables)
-    job = tables.adopt(changes, is_launched=is_launched, resumes=not fresh)
+    job = tables.adopt(changes, resumes=not fresh)
     check_launch(launch, job.ranks)
     if job.ranks.num_parts > launch.world_size:
         raise ConfigError(
@@ -122,21 +111,19 @@ def connect(
             "on each rank; remove ranks.parts"
         )
     newest = run_folder.newest_run(job.run_dir)
-    continued = newest if is_launched and not fresh else None
+    continued = None if fresh else newest
     finished = None
     if continued is not None:
         refuse_to_resume(tables, continued, objects)
         finished = continued if run_folder.is_complete(job, continued, max_steps) else None
-    if is_launched and launch.rank == 0:
+    if launch.rank == 0:
         print_line(start_sentence(job, newest, fresh=fresh, is_finished=finished is not None))
     parts = SessionParts(
         job=job,
         device=tables.device,
         launch=launch,
         # of several ranks on a host, the first starts the prefetchers of all
-        start_child=partial(start_child, tables, max_steps, fresh=fresh)
-        if is_launched and launch.local_rank == 0
-        else None,
+        start_child=partial(start_child, tables, max_steps, fresh=fresh) if launch.local_rank == 0 else None,
         dense=objects,
         dense_optimizer=dense_optimizer,
         evaluate=evaluate,

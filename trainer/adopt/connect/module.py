@@ -42,47 +42,39 @@ class EmbeddingBagCollection(nn.Module):
 
     def __init__(
         self,
-        tables: Sequence[Any] = (),
+        tables: Sequence[Any],
         *,
         optimizer: SparseOptimizer | Mapping[str, Any] | None = None,
         capacity: str | int | None = None,
         device: torch.device | str | None = None,
         seed: int = 0,
         run_dir: str | Path | None = None,
-        job: Mapping[str, Any] | str | Path | None = None,
+        job: Mapping[str, Any] | None = None,
     ) -> None:
         """Describes the tables and how their rows are trained.
 
         tables: EmbeddingBagConfigs, rowcast's or TorchRec's. optimizer: of the rows, as `[optimizer.sparse]` of a job
         file. capacity: size of the device cache, as `cache.capacity`. device: as `trainer.device`; by default CUDA if
         there is a device. seed: as `job.seed`. run_dir: by default runs/<name of the script>. job: other keys of a job
-        file, such as {"lookahead.depth": 4}; or the path of a job file, which sets everything.
+        file, such as {"lookahead.depth": 4}.
 
         Raises ConfigError."""
         super().__init__()
         leave_untraced()
         default_dir = run_folder.default_run_dir() if run_dir is None else None
-        job_file = Path(job) if isinstance(job, str | Path) else None
-        if job_file is not None:
-            if tables or any(setting is not None for setting in (optimizer, capacity, device)):
-                raise ConfigError(
-                    f"EmbeddingBagCollection: {job} sets tables, optimizer, capacity and device; give either them or "
-                    "the job file"
-                )
-            content = settings.file_content(job_file)
-        else:
-            own = {
-                "job.seed": seed,
-                "job.run_dir": str(run_dir or default_dir),
-                "trainer.device": str(device or "auto"),
-            }
-            content = settings.job_content(tables, self.kind, optimizer, capacity, own | dict(cast(Any, job) or {}))
-        self.shared = ScriptTables(content, job_file, default_dir)
+        if not isinstance(job, Mapping | None):
+            raise ConfigError(
+                f"{self.kind.name}: job = {str(job)!r} is no mapping of settings; `rowcast train` trains a job file, "
+                "with a model of your own (docs/models.md)"
+            )
+        own = {"job.seed": seed, "job.run_dir": str(run_dir or default_dir), "trainer.device": str(device or "auto")}
+        content = settings.job_content(tables, self.kind, optimizer, capacity, own | dict(job or {}))
+        self.shared = ScriptTables(content, default_dir)
         self._tables = list(self.job.tables)
         self._features = [name for table in self._tables for name in table.features]
         for table in self._tables:
             self.kind.check(table.name, table.pooling)
-        self._configs = list(tables) or settings.configs_of(self.job, self.kind)
+        self._configs = list(tables)
 
     def extra_repr(self) -> str:
         tables = [

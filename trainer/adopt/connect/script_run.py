@@ -62,7 +62,7 @@ class SessionParts:
     job: Job
     device: torch.device
     launch: Launch  # of this process among the script's ranks
-    start_child: Callable[[], Child] | None  # None: the user, or another rank, starts the prefetcher
+    start_child: Callable[[], Child] | None  # None: another rank of the host starts the prefetcher
     dense: ScriptObjects | None
     dense_optimizer: bool  # a dense optimizer must step once for each train batch
     evaluate: bool = False  # evaluation batches are yielded too

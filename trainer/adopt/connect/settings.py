@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rowcast.job.embedding_tables import Table
-from rowcast.job.file import parse_job, read_content
+from rowcast.job.file import parse_job
 from rowcast.job.models import NO_MODEL
 from rowcast.job.row_optimizers import SparseOptimizer
 from rowcast.job.schema import Job
@@ -116,7 +116,7 @@ def job_content(configs: Sequence[Any], kind: Kind, optimizer: Any, capacity: An
     if optimizer is None or capacity is None:
         missing = "optimizer" if optimizer is None else "capacity"
         example = {"optimizer": '{"kind": "adagrad", "lr": 0.05}', "capacity": '"64MiB"'}[missing]
-        raise ConfigError(f"{kind.name}: {missing} is missing; give {missing}={example}, or a job file with tables")
+        raise ConfigError(f"{kind.name}: {missing} is missing; give {missing}={example}")
     if not isinstance(optimizer, SparseOptimizer | Mapping):
         raise ConfigError(
             f"{kind.name}: optimizer = {optimizer!r} does not say how rows are trained; give "
@@ -215,52 +215,19 @@ def init_of(config: Any) -> str:
     return f"uniform:{float(-bound if lowest is None else lowest)!r},{float(bound if highest is None else highest)!r}"
 
 
-def file_content(path: Path) -> dict[str, Any]:
-    """The content of a job file. Raises ConfigError."""
-    content = read_content(path)
-    job = parse_job(content, str(path))
-    if job.eval.patience or job.eval.keep == "best":
-        raise ConfigError(
-            f"{path}: eval.patience and eval.keep are for `rowcast train`; in a script, leave the loop when its own "
-            "evaluations say so, and remove them from the job file"
-        )
-    for table in job.tables:
-        if table.linear:
-            raise ConfigError(
-                f"{path}: table {table.name} has linear = true, and an EmbeddingBagCollection returns one vector for "
-                "each feature; give linear weights a table of their own, with embedding_dim = 1"
-            )
-    return content
-
-
-def configs_of(job: Job, kind: Kind) -> list[Any]:
-    return [
-        kind.config(
-            name=table.name,
-            num_embeddings=table.num_embeddings,
-            embedding_dim=table.embedding_dim,
-            feature_names=list(table.features),
-            init=table.init,
-            **({"pooling": table.pooling, "placement": table.placement} if kind is BAGS else {}),
-        )
-        for table in job.tables
-    ]
-
-
 class ScriptTables:
-    def __init__(self, content: dict[str, Any], job_file: Path | None, default_dir: Path | None) -> None:
-        """`content`: of a job file, the user's `job_file` if there is one. Raises ConfigError."""
-        self.content, self._job_file = plain(content), job_file
+    def __init__(self, content: dict[str, Any], default_dir: Path | None) -> None:
+        """`content`: of a job file. Raises ConfigError."""
+        self.content = plain(content)
         self.job = self._parsed(self.content)
         self.launch = read_launch(os.environ)
-        self._has_default_dir = job_file is None and self.job.run_dir == default_dir
+        self._has_default_dir = self.job.run_dir == default_dir
         self.device = choose_device(self.job.trainer.device, self.launch.local_rank)
-        if self.launch.world_size > 1 and job_file is None:
+        if self.launch.world_size > 1:
             set_key(self.content, "trainer.device", self.device.type)  # ranks have one job, and devices of their own
         self.session: ScriptSession | None = None  # once the loader has begun
         self.has_tables = True  # state_dict holds the tables
         self._is_connected = False  # to a loader
-        self._is_launched = False  # the loader starts the prefetcher
         self._resumes = False  # the tables begin with the newest checkpoint in the run directory
         self.loaded: Path | None = None  # the file that the run's tables begin with
 
@@ -276,12 +243,7 @@ class ScriptTables:
         """For the files of this process and its prefetcher."""
         return pair_folder(self.job.run_dir, self.launch.rank, self.launch.world_size)
 
-    @property
-    def has_job_file(self) -> bool:
-        """Whether a job file of the user describes the tables, so that its prefetcher may be running already."""
-        return self._job_file is not None
-
-    def adopt(self, changes: Mapping[str, Any], *, is_launched: bool, resumes: bool) -> Job:
+    def adopt(self, changes: Mapping[str, Any], *, resumes: bool) -> Job:
         """Adds the loader's settings to the job; `connect` calls it once. Changes nothing if it raises ConfigError."""
         if self._has_default_dir:
             run_folder.check_owner(self.job.run_dir)
@@ -289,7 +251,7 @@ class ScriptTables:
         for name, value in plain(changes).items():
             set_key(content, name, value)
         self.job, self.content = self._parsed(content), content
-        self._is_connected, self._is_launched, self._resumes = True, is_launched, resumes
+        self._is_connected, self._resumes = True, resumes
         return self.job
 
     def write_job_file(self) -> Path:
@@ -306,7 +268,7 @@ class ScriptTables:
         return path
 
     def _parsed(self, content: dict[str, Any]) -> Job:
-        return parse_job(content, "EmbeddingBagCollection" if self._job_file is None else str(self._job_file))
+        return parse_job(content, "EmbeddingBagCollection")
 
     # whole tables
 
@@ -346,11 +308,6 @@ class ScriptTables:
         if self.session is not None:
             raise RuntimeError(
                 "tables can be loaded only before the loader yields its first batch: from then on their rows move"
-            )
-        if self.has_job_file and not self._is_launched:
-            raise RuntimeError(
-                "the prefetcher of this job file has the tables: give it a file by `rowcast import --from` before "
-                "it is started, or let connect start it, by connect(ebc, dataset)"
             )
         path = table_files.loaded_file(self.folder, tables)
         if self.launch.local_rank == 0:  # it starts the host's prefetchers
