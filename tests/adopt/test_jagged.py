@@ -44,8 +44,8 @@ def test_collections_of_the_other_kind_several_and_micro_batches_are_refused(tmp
     bags = rowcast.EmbeddingBagConfig(name="bags", num_embeddings=5, embedding_dim=2, feature_names=["f"])
     with pytest.raises(ConfigError, match=facts("table bags", "sum", "EmbeddingBagCollection, which pools")):
         collection(tmp_path, bags)
-    with pytest.raises(ConfigError, match=facts("accumulate", "rowcast.adopt")):
-        rowcast.connect(collection(tmp_path), "tests.adopt.clicks:train", accumulate=2)
     several: Any = [collection(tmp_path), collection(tmp_path)]
-    with pytest.raises(ConfigError, match=facts("list", "one EmbeddingBagCollection", "rowcast.adopt")):
-        rowcast.connect(several, "tests.adopt.clicks:train")
+    given: tuple[tuple[Any, dict[str, Any]], ...] = ((collection(tmp_path), {"accumulate": 2}), (several, {}))
+    for ebc, others in given:
+        with pytest.raises(ConfigError, match=facts("one EmbeddingBagCollection", "rowcast.adopt")):
+            rowcast.connect(ebc, "tests.adopt.clicks:train", **others)

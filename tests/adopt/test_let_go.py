@@ -1,9 +1,8 @@
 """However a loader ends, the cache leaves the device with it, whatever the script keeps."""
 
 import gc
-import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import rowcast
 from rowcast.job.tables import GroupSpec
-from rowcast.runtime.errors import RowcastError
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.memory import make_records
 from tests.adopt.scripts import Launches, Model, make, train_all
@@ -118,30 +116,6 @@ def test_the_cache_is_gone_when_the_loader_is_closed_before_a_backward_pass(
         torch.autograd.backward(loss)
     with pytest.raises(RuntimeError, match="the loader was closed; connect again"):
         loader.stop()
-
-
-@pytest.mark.parametrize(
-    ("harm", "error"),
-    [
-        (lambda child: os.kill(child.process.pid, 9), "was killed by SIGKILL"),
-        (lambda child: child.signal(15), "the prefetcher was stopped"),
-    ],
-)
-def test_the_cache_is_gone_after_an_error_that_is_kept(
-    harm: Callable[[Any], None], error: str, tmp_path: Path, launches: Launches, held: Held
-) -> None:
-    model, optimizer = make(tmp_path)
-    loader = rowcast.connect(model.ebc, DATASET, options={"batches": 10**6})
-    kept: list[BaseException] = []
-    try:
-        for batch in loader:
-            train(model, optimizer, batch)
-            if batch.train_step == 3:
-                harm(launches.children[0])
-    except RowcastError as found:
-        kept.append(found)  # as a notebook does, with all of its frames
-    assert error in str(kept[0])
-    assert held.names == []
 
 
 def test_the_cache_of_one_run_is_gone_before_the_next_one_in_a_process(

@@ -205,7 +205,7 @@ def test_an_init_function_of_its_own_is_refused() -> None:
 def test_a_collection_has_one_loader(tmp_path: Path) -> None:
     model, _ = make(tmp_path)
     rowcast.connect(model.ebc, DATASET)
-    with pytest.raises(ConfigError, match="has a loader already"):
+    with pytest.raises(ConfigError, match="without a loader"):
         rowcast.connect(model.ebc, DATASET)
 
 

@@ -313,7 +313,6 @@ class ScriptRanks(RankedRun):
         self._patched = pytest.MonkeyPatch()
         self._patched.setattr(f"{LOADER}.rank_session.MADE", [])
         self._patched.setattr(f"{LOADER}.loader.require_group", lambda launch, device: None)
-        self._patched.setattr(f"{LOADER}.loader.Loader._close_earlier", lambda loader: None)
         self._patched.setattr(f"{LOADER}.script_run.await_complete", lambda job, check: None)
         for slow in ("script_run.release_memory", "script_state.write_page"):
             self._patched.setattr(f"{LOADER}.{slow}", lambda *arguments: None)

@@ -203,7 +203,11 @@ class CurrentStep:
         Raises RuntimeError if the script did not train the step as it seems to intend."""
         step = self.step
         assert step is not None, "end comes after begin"
-        self._require_backward(step)
+        if self.awaits_backward:
+            raise RuntimeError(
+                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "
+                "once for each forward, look up under torch.no_grad(), or leave the batch out by loader.skip()"
+            )
         is_stepped = self._count_at_eval is not None and self._count_at_eval < self._optimizer_steps.count
         if is_stepped and not self.is_trained and self._dense_optimizer:
             raise RuntimeError(FORGOTTEN.format(step.header.train_step))
@@ -217,10 +221,3 @@ class CurrentStep:
         """Ends the session: neither this object nor a graph kept by the script holds rows after it."""
         self.step = None
         self._embeddings.close()
-
-    def _require_backward(self, step: Step) -> None:
-        if self.awaits_backward:
-            raise RuntimeError(
-                f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "
-                "once for each forward, look up under torch.no_grad(), or leave the batch out by loader.skip()"
-            )

@@ -8,9 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from os import environ
-from pathlib import Path
 from typing import Any, Self
-from weakref import WeakValueDictionary
 
 import numpy as np
 import structlog
@@ -22,7 +20,7 @@ from rowcast.job.schema import Job
 from rowcast.job.training_identity import first_of, num_parts, setting_differences
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.children import Child
-from rowcast.runtime.errors import ConfigError, listed
+from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import pair_folder
 from rowcast.runtime.telemetry.logs import open_missing_descriptors, print_line, setup_logging
 from rowcast.trainer.adopt.connect import run_folder, table_files
@@ -38,8 +36,6 @@ from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.models.user_objects import Stateful
 from rowcast.trainer.run.launch import Launch, check_launch, rank_in_log
-
-_newest = WeakValueDictionary[Path, "Loader"]()  # this process's loader of each run directory
 
 
 def connect(
@@ -82,20 +78,14 @@ def connect(
             '"package.module:factory" names'
         )
     max_steps = None if max_steps is None else whole("max_steps", max_steps)
-    if others:
+    if others or not isinstance(ebc, EmbeddingBagCollection) or ebc.shared.is_connected:
         raise ConfigError(
-            f"connect: {listed(sorted(others))} is no argument of it; instead of accumulate=k give larger batches, or "
-            "use rowcast.adopt, under which a script accumulates as torch does (docs/adopt.md)"
-        )
-    if not isinstance(ebc, EmbeddingBagCollection):
-        raise ConfigError(
-            f"connect: {type(ebc).__name__} is not one EmbeddingBagCollection or EmbeddingCollection; for bags and "
-            "sequences in one model use rowcast.adopt (docs/adopt.md) or a job file (docs/models.md)"
+            "connect takes one EmbeddingBagCollection or EmbeddingCollection without a loader, and the arguments of "
+            "docs/connect.md; for several collections or accumulated gradients use rowcast.adopt (docs/adopt.md)"
         )
     given = {"data.format": dataset, "data.epochs": epochs, "data.options": options, "checkpoint.every": save_every}
     changes = {name: value for name, value in given.items() if value is not None}
     tables = ebc.shared
-    tables.refuse_connected()
     launch = tables.launch
     check_group(launch)
     if dense is None and save_every is None and "every" not in tables.content.get("checkpoint", {}):
@@ -366,24 +356,12 @@ class Loader:
         if not self._is_open:
             require_group(self._parts.launch, self._tables.device)
             self._is_open = True
-            self._close_earlier()
             if not structlog.is_configured():
                 # otherwise structlog writes to the script's standard output
                 setup_logging("trainer", "warning", rank=rank_in_log(environ))
             warm_up_sqrt()
             self._session.open()
             self._tables.session = self._session
-
-    def _close_earlier(self) -> None:
-        """Closes the loader of an earlier notebook cell: after an error, the frames keep it out of the user's reach."""
-        earlier = _newest.get(self._job.run_dir.resolve())
-        if earlier is not None and not earlier._session.run.is_left:
-            print_line(
-                f"ends the run that an earlier loader of this process has open in {self._job.run_dir}, after "
-                f"{earlier._session.train_steps} train steps"
-            )
-            earlier.close()
-        _newest[self._job.run_dir.resolve()] = self
 
 
 def epoch_length(batches: tuple[int | None, int | None], eval_every: int, evaluates: bool, epoch: int) -> int:

@@ -61,15 +61,15 @@ class EmbeddingBagCollection(nn.Module):
         Raises ConfigError."""
         super().__init__()
         leave_untraced()
-        default_dir = run_folder.default_run_dir() if run_dir is None else None
         if not isinstance(job, Mapping | None):
             raise ConfigError(
                 f"{self.kind.name}: job = {str(job)!r} is no mapping of settings; `rowcast train` trains a job file, "
                 "with a model of your own (docs/models.md)"
             )
-        own = {"job.seed": seed, "job.run_dir": str(run_dir or default_dir), "trainer.device": str(device or "auto")}
+        folder = run_dir or run_folder.default_run_dir()
+        own = {"job.seed": seed, "job.run_dir": str(folder), "trainer.device": str(device or "auto")}
         content = settings.job_content(tables, self.kind, optimizer, capacity, own | dict(job or {}))
-        self.shared = ScriptTables(content, default_dir)
+        self.shared = ScriptTables(content)
         self._tables = list(self.job.tables)
         self._features = [name for table in self._tables for name in table.features]
         for table in self._tables:

@@ -1,9 +1,5 @@
-"""Names a script's run directory, checks its owner script, and reads its run.
+"""Names a script's run directory, and reads its run."""
 
-runs/<the script's name>     by default; it records the script, so that no other script uses it
-"""
-
-import os
 import sys
 from pathlib import Path
 
@@ -19,13 +15,10 @@ from rowcast.runtime.checkpoint_manifest import (
     readable,
     write_durably,
 )
-from rowcast.runtime.disk import not_a_link
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.trainer.models.model_state import Tensors, pack, unpack
 
-NOTEBOOK = "notebook"  # a session without a file
-SCRIPT_FILE = "script"  # in the run directory: the path of the script from there
 # in the run directory: the model state after the script's loop over the epochs, as safetensors
 FINAL_FILE = "script.over"
 FINAL_RUN = "over.run"  # u8: the last checkpoint's run and train steps
@@ -45,56 +38,10 @@ HAS_TABLES = (
 
 
 def default_run_dir() -> Path:
-    script = own_script()
-    if script is None:
-        return Path("runs") / NOTEBOOK
-    return Path("runs") / (script.parent.name if script.stem == "__main__" else script.stem)
-
-
-def own_script() -> Path | None:
-    """The script's path; None in a notebook or an interactive session."""
+    """runs/<the script's name>, in a notebook or an interactive session runs/notebook."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return None if file is None else Path(file).resolve()
-
-
-def check_owner(run_dir: Path) -> None:
-    """Raises ConfigError if the directory, which is this script's by default, belongs to another script."""
-    record = run_dir / SCRIPT_FILE
-    if not record.exists():
-        if newest_checkpoint(run_dir) is not None:
-            raise ConfigError(
-                f"{run_dir} holds a run that was given this directory by name; set run_dir=... for the run of "
-                f"{described()}"
-            )
-        return
-    made_by = record.read_text().strip()
-    if made_by != described_from(run_dir):
-        named = made_by if made_by == NOTEBOOK else os.path.normpath(run_dir.resolve() / made_by)
-        raise ConfigError(
-            f"{run_dir} is the run directory of {named}, and by default also of {described()}; set another one by "
-            "EmbeddingBagCollection(..., run_dir=...)"
-        )
-
-
-def claim(run_dir: Path) -> None:
-    """Records this script as the owner. Raises ConfigError if there is a different one, OSError if it cannot be
-    written."""
-    check_owner(run_dir)
-    with open(run_dir / SCRIPT_FILE, "w", opener=not_a_link) as record:
-        record.write(f"{described_from(run_dir)}\n")
-
-
-def described() -> str:
-    return str(own_script() or "a notebook or an interactive session")
-
-
-def described_from(run_dir: Path) -> str:
-    """Returns a relative path, so that script and run directory may move together."""
-    script = own_script()
-    return NOTEBOOK if script is None else os.path.relpath(script, run_dir.resolve())
-
-
-# the run in the directory
+    script = Path("notebook" if file is None else file).resolve()
+    return Path("runs") / (script.parent.name if script.stem == "__main__" else script.stem)
 
 
 def refuse_to_resume(run_dir: Path, train_steps: int, *, has_dense: bool, has_tables: bool) -> None:

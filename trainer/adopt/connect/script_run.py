@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from traceback import clear_frames
 from types import FrameType
 from typing import Any
 
@@ -341,9 +340,6 @@ class ScriptRun:
             if isinstance(error, PeerLost) and self._child is not None and self._child.ended_within(LOST_CHILD_S):
                 found = peer_failure(self._child.code or 1, self._child.describe_exit())
             self.close()
-        for raised in (error, self.crew.error):
-            if raised is not None:
-                clear_frames(raised.__traceback__)  # a notebook keeps the last error and its frames' objects
         release_memory(self._device)
         return found
 

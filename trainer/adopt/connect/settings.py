@@ -25,7 +25,7 @@ from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.disk import not_a_link
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import pair_folder
-from rowcast.trainer.adopt.connect import run_folder, table_files
+from rowcast.trainer.adopt.connect import table_files
 from rowcast.trainer.adopt.connect.session import ScriptSession
 from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.run.launch import read_launch
@@ -216,27 +216,19 @@ def init_of(config: Any) -> str:
 
 
 class ScriptTables:
-    def __init__(self, content: dict[str, Any], default_dir: Path | None) -> None:
+    def __init__(self, content: dict[str, Any]) -> None:
         """`content`: of a job file. Raises ConfigError."""
         self.content = plain(content)
         self.job = self._parsed(self.content)
         self.launch = read_launch(os.environ)
-        self._has_default_dir = self.job.run_dir == default_dir
         self.device = choose_device(self.job.trainer.device, self.launch.local_rank)
         if self.launch.world_size > 1:
             set_key(self.content, "trainer.device", self.device.type)  # ranks have one job, and devices of their own
         self.session: ScriptSession | None = None  # once the loader has begun
         self.has_tables = True  # state_dict holds the tables
-        self._is_connected = False  # to a loader
+        self.is_connected = False  # to a loader
         self._resumes = False  # the tables begin with the newest checkpoint in the run directory
         self.loaded: Path | None = None  # the file that the run's tables begin with
-
-    def refuse_connected(self) -> None:
-        """Raises ConfigError."""
-        if self._is_connected:
-            raise ConfigError(
-                "connect: this EmbeddingBagCollection has a loader already; make another one for another run"
-            )
 
     @property
     def folder(self) -> Path:
@@ -245,13 +237,11 @@ class ScriptTables:
 
     def adopt(self, changes: Mapping[str, Any], *, resumes: bool) -> Job:
         """Adds the loader's settings to the job; `connect` calls it once. Changes nothing if it raises ConfigError."""
-        if self._has_default_dir:
-            run_folder.check_owner(self.job.run_dir)
         content = deepcopy(self.content)
         for name, value in plain(changes).items():
             set_key(content, name, value)
         self.job, self.content = self._parsed(content), content
-        self._is_connected, self._resumes = True, resumes
+        self.is_connected, self._resumes = True, resumes
         return self.job
 
     def write_job_file(self) -> Path:
@@ -259,8 +249,6 @@ class ScriptTables:
         path = self.folder / JOB_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if self._has_default_dir:
-                run_folder.claim(self.job.run_dir)
             with open(path, "wb", opener=not_a_link) as file:
                 file.write(msgspec.json.format(msgspec.json.encode(self.content), indent=2))
         except OSError as error:
