@@ -74,6 +74,10 @@ def check_whole(job: Job) -> None:
     by_feature = check_tables(job.tables, job.data.columns)
     check_batch_arrays(job.data, by_feature)
     check_model_inputs(job)
+    if job.optimizer.dense is None and job.model.kind in BUILT_IN_MODELS:
+        raise ValueError(
+            f"[optimizer.dense] is missing, and {job.model.kind} has no step of its own; write it, with kind and lr"
+        )
     for table in job.tables:
         if job.model.compile and table.pooling == "none":
             raise ValueError(

@@ -69,7 +69,7 @@ class JobSection(Section, frozen=True, kw_only=True):
 
 
 class DenseOptimizer(Section, frozen=True, kw_only=True):
-    """Trains the model's weights, as in torch.optim."""
+    """Trains the model's weights, as in torch.optim. A model with [its own step](models.md#your-own-step) has none."""
 
     kind: Literal["sgd", "adagrad", "adam", "adamw"]
     lr: Rate  # the learning rate
@@ -93,7 +93,7 @@ class DenseOptimizer(Section, frozen=True, kw_only=True):
 
 class Optimizer(Section, frozen=True, kw_only=True):
     sparse: SparseOptimizer
-    dense: DenseOptimizer
+    dense: DenseOptimizer | None = None
     clip_norm: float | None = None  # refused: use `sparse.clip_rows` and `dense.clip_norm`
 
     def check(self) -> None:

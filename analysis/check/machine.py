@@ -42,6 +42,7 @@ from rowcast.job.file import parse_job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.models import build_model
+from rowcast.trainer.models.dense_step import owns_step
 content, num_dense = json.load(sys.stdin)
 job = parse_job(content)
 try:
@@ -56,8 +57,9 @@ else:
     answer = {"name": name, "free_bytes": free_bytes, "count": torch.cuda.device_count() if on_cuda else 1}
 if num_dense is not None:
     try:
-        weights = build_model(job, num_dense).parameters()
-        answer["dense_bytes"] = sum(own.numel() * own.element_size() for own in weights)
+        model = build_model(job, num_dense)
+        owns_step(job, model)
+        answer["dense_bytes"] = sum(own.numel() * own.element_size() for own in model.parameters())
     except ConfigError as error:
         answer["model_refusal"] = str(error)
     except Exception as error:
@@ -272,7 +274,8 @@ def check_model(job: Job, device: Device) -> Iterator[Finding]:
     if device.model_refusal is not None:
         yield error(device.model_refusal)
     elif device.dense_bytes is not None:
-        yield ok(f"{job.model.kind}, {human_bytes(device.dense_bytes)} of dense weights")
+        trained = "[optimizer.dense]" if job.optimizer.dense else "the model's own step"
+        yield ok(f"{job.model.kind}, {human_bytes(device.dense_bytes)} of dense weights, trained by {trained}")
 
 
 def check_memlock(device: Device, ring_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:

@@ -49,6 +49,7 @@ def check_memory(
 
     Tables take memory row by row as rows are trained: at most their size, and at most one row per look-up of an epoch.
     """
+    dense = job.optimizer.dense
     in_memory, pairs, count = not isinstance(job.store, StoreWithTier), job.ranks.on_host, seen.count
     tables = (
         sum(table_bytes(job, group, trained_rows(group, seen)) for group in seen.groups if in_memory) * pairs // count
@@ -60,12 +61,13 @@ def check_memory(
         "rows written over during a checkpoint": min(parse_bytes(job.checkpoint.memory), trained_bytes),
         "rings": 2 * ring_bytes,
         "rows and staging of a trainer on the CPU": cache_bytes,
-        "dense weights": (dense_bytes or 0) * DENSE_COPIES[job.optimizer.dense.kind],
+        "dense weights": (dense_bytes or 0) * (DENSE_COPIES[dense.kind] if dense else 2),
     }
     parts = {name: pairs * nbytes for name, nbytes in of_pair.items()}
     fixed = sum(parts.values())
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    unknown = "" if dense_bytes is not None else "; the dense weights are unknown and not counted"
+    unknown = "" if dense else "; the state of the model's own optimizers is unknown and not counted"
+    unknown = unknown if dense_bytes is not None else "; the dense weights are unknown and not counted"
     trained = f", and up to {human_bytes(tables)} for tables as their rows are trained"
     grow = trained if in_memory else "; store.memory covers the tables"
     of_pairs = "needs " if pairs == 1 else f"{pairs} pairs of prefetcher and trainer need "

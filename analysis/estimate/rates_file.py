@@ -136,6 +136,6 @@ def read_rates(path: Path) -> DeviceRates:
 
 def model_fingerprint(job: Job) -> str:
     """What the time of a job's model depends on besides the batch: model, dense optimizer, widths of the features."""
-    content = [job.content()["model"], msgspec.to_builtins(job.optimizer.dense)]
+    content = [job.content()["model"], msgspec.to_builtins(job.optimizer.dense) or "the model's own"]
     features = [[table.embedding_dim, table.pooling, len(table.features)] for table in job.tables]
     return msgspec.json.encode([content, features], order="sorted").decode()

@@ -606,7 +606,7 @@ tests/simulation/test_lives.py::test_every_life_ends_with_the_bits_of_the_plain_
     a run that goes on forgets the random numbers
         restore_random(self.device, tensors) => pass
     a run that goes on forgets the dense optimizer
-        restore_optimizer(self.model, self._side.optimizer, tensors) => pass
+        restore_optimizer(self._model, self.optimizer, tensors) => pass
 tests/system/test_barrier_states.py::test_a_run_with_small_rings_and_barriers_of_both_kinds_takes_every_row
     a barrier without a checkpoint has no end
         (S.GATHERING, E.GATHERED, S.RUNNING), =>
@@ -651,6 +651,22 @@ tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoin
 ::test_the_file_of_losses_begins_with_those_of_the_checkpoint
     the file of losses begins with the run that goes on
         self._write(self._losses.tobytes()) => pass
+tests/trainer/test_own_step.py
+    the state of an object that is not restored is taken
+        is_same = pack(save()) == content => is_same = True
+    what only evaluates makes training objects
+        made_objects(job, model) if trains else [] => made_objects(job, model)
+    an optimizer may be given a closure
+        own.register_step_pre_hook(refuse_closure) => pass
+    tensors of a user's objects may be NaN
+        for value in tensors_in(part.state_dict()) => for value in ()
+    only the first rank's failure ends all
+        if found.failure: => if found.failure and rank == 0:
+tests/system/test_own_step.py
+    random numbers of a model's step are those of a rank's last part
+        torch.manual_seed(part_seed(self._seed, train_step, self._parts)) => pass
+    a run that goes on forgets the training objects
+        self._kept.restore(tensors) => pass
 tests/recovery/test_any_step.py
     a run that goes on forgets that it was evaluating
         self.evaluating = self.model.restore(tensors) => self.model.restore(tensors)

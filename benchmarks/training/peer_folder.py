@@ -23,7 +23,8 @@ def why_not(job: Job) -> str | None:
         or any(table.pooling != "sum" or len(table.features) != 1 for table in job.tables)
     ):
         return "the job is not a DLRM over tables of one width and one feature each"
-    if job.optimizer.sparse.kind == "adam" or job.optimizer.dense.kind != "sgd":
+    dense = job.optimizer.dense
+    if job.optimizer.sparse.kind == "adam" or dense is None or dense.kind != "sgd":
         return "these contestants lack the job's optimizers"
     return None
 
@@ -42,14 +43,15 @@ def write_folder(folder: Path, job: Job, batches: Sequence[ScheduledBatch], thre
     for name, tensor in state.items():
         np.save(folder / f"{name}.npy", tensor.numpy())
     num_pairs = len(specs) * (len(specs) + 1) // 2
-    settings = job.optimizer.sparse
+    settings, dense = job.optimizer.sparse, job.optimizer.dense
+    assert dense is not None
     assert isinstance(job.model, BottomAndTop)
     terms = {
         "num_tables": len(specs),
         "optimizer": settings.kind,
         "lr": settings.lr,
         "eps": settings.epsilon,
-        "dense_lr": job.optimizer.dense.lr,
+        "dense_lr": dense.lr,
         "bottom": [num_dense, *job.model.bottom_mlp],
         "top": [job.model.bottom_mlp[-1] + num_pairs, *job.model.top_mlp],
         "threads": threads,

@@ -229,7 +229,7 @@ class ScriptPair(InProcessRun):
             patched.setattr(f"{LOADER}.session.ScriptRun", lambda parts: PairedRun(parts, self))
             patched.setattr(f"{LOADER}.rank_session.ScriptCollectives", lambda *arguments: self.collectives)
             self.embeddings = self._ranks.embeddings()
-            dense = self.runner.model, self.runner.optimizer
+            dense = self.runner.model, self.runner.dense_step.objects[0]
             self.loader = rowcast.connect(self.embeddings, self.job.data.format, evaluate=True, dense=dense)
         session: Any = self.loader._session
         self.session = self.script.session = session

@@ -107,7 +107,7 @@ def test_a_dense_parameter_that_is_not_finite_is_in_no_checkpoint(told: str, tmp
     past = Past(checkpoints=Checkpoints(tmp_path, Disk()), newest=None)
     run = InProcessRun(own, batches, Settings(slots=slots), past)
     run.advance_until(lambda: len(run.results.losses) == 6)
-    moody, optimizer = run.runner.model, run.runner._side.optimizer
+    moody, optimizer = run.runner.model, run.runner.dense_step.objects[0]
     tensor = moody.never.data if "never" in told else optimizer.state[moody.hidden.bias]["sum"]
     tensor[0] = torch.inf
     with pytest.raises(Diverged, match=f"^{told} holds inf after [0-9]+ train steps: "):

@@ -14,10 +14,8 @@ from rowcast.trainer.kernels.torch_ops import clip_rows
 from rowcast.trainer.models.job_model import CPU, JobModel, check_compiler, mean_loss, set_precision
 from rowcast.trainer.models.model_state import (
     model_state,
-    optimizer_state,
     pack,
     restore_model,
-    restore_optimizer,
     unpack,
 )
 from rowcast.trainer.models.runner import StepRunner
@@ -181,7 +179,8 @@ def test_each_step_is_trained_at_its_own_rate() -> None:
     rates = []
     for step in range(9):
         train(side, step)
-        rates.append(side.optimizer.param_groups[0]["lr"])
+        rates.append(side.dense_step.objects[0].param_groups[0]["lr"])
+    assert job.optimizer.dense is not None
     assert rates == [learning_rate(job.optimizer.dense, step) for step in range(9)]
     assert len(set(rates)) > 5
     assert rates[-1] == 0
@@ -194,10 +193,10 @@ def test_a_restart_in_the_middle_of_a_schedule_cannot_be_seen(kind: str) -> None
     losses = [train(whole, step) for step in range(8)]
     first = JobModel(job, NUM_DENSE)
     again = [train(first, step) for step in range(4)]
-    saved = unpack(pack({**model_state(first.model), **optimizer_state(first.model, first.optimizer)}))
+    saved = unpack(pack({**model_state(first.model), **first.dense_step.state()}))
     second = JobModel(job, NUM_DENSE)
     restore_model(second.model, saved)
-    restore_optimizer(second.model, second.optimizer, saved)
+    second.dense_step.restore(saved)
     again += [train(second, step) for step in range(4, 8)]
     assert torch.equal(torch.stack(again), torch.stack(losses))
     for name, tensor in whole.model.state_dict().items():

@@ -45,6 +45,7 @@ def built_in_factory(model: BuiltInModel) -> Callable[[Job, int], nn.Module]:
 def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Builds an optimizer of torch.optim. On a device, torch updates all tensors in a few launches (`foreach`)."""
     settings = job.optimizer.dense
+    assert settings is not None, "the job file trains the dense weights"
     own: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if settings.kind == "sgd":
         return without_dynamo(torch.optim.SGD)(parameters, momentum=settings.momentum, **own)
@@ -81,6 +82,11 @@ def own_loss(model: nn.Module) -> OwnLoss | None:
 
 def require_scalar(mean: Any, name: str) -> Tensor:
     """Raises ConfigError for a loss that cannot be trained on."""
+    if mean is None:
+        raise ConfigError(
+            f"{name} returned None, and every batch is trained; leave a sample out by a weight of 0 in the mean, and a "
+            "batch by the data set that yields it"
+        )
     if not isinstance(mean, Tensor) or mean.dim() or not mean.is_floating_point():
         found = f"{mean.dtype} of shape {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ConfigError(

@@ -1,10 +1,10 @@
-"""Runs a job's model, for the trainer and the plain loop: precision, compilation, clipping and learning rate.
+"""Runs a job's model, for the trainer and the plain loop: precision, compilation, and the step of its weights.
 
 forward                         dense, rows f32, arrays -> linear weights split off -> autocast, compiled or not
                                 -> outputs f32
 loss                            outputs, labels -> the model's own loss, or binary cross entropy
 (its backward)
-step                            gradients -> clip -> learning rate of the step -> torch.optim
+step                            gradients -> weights, as in dense_step.py
 
 A compiled model's bits differ from the plain model's, and each shape needs a separate graph. So only train batches of
 `data.batch_size` samples run compiled; smaller batches and evaluation use the plain model.
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.learning_rate import learning_rate
-from rowcast.job.schema import DenseOptimizer, Job
+from rowcast.job.schema import Job
 from rowcast.protocol.parts import PREFIX, belonging
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.safe_files import use_safe_caches
-from rowcast.trainer.models import as_fp32, build_dense_optimizer, build_model, own_loss
+from rowcast.trainer.models import as_fp32, build_model, own_loss
+from rowcast.trainer.models.dense_step import dense_step
 from rowcast.trainer.models.embedding import align_inputs
 from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks
 from rowcast.trainer.models.sequences import Embedded, Sequences
@@ -65,10 +65,10 @@ class JobModel:
                 "0 or 1; give the model a method loss(outputs, labels), or remove it"
             )
         self.ranks = own_ranks(self.model)  # of the outputs' positives, i64 [P]
-        self.optimizer = build_dense_optimizer(job, self.model.parameters())
+        self.dense_step = dense_step(job, self.model, parts, trains=trains)
+        self.step = self.dense_step.step
         self._pass = ForwardPass(job, self.model)
         self.logits, self.score_name = self._pass.logits, self._pass.score_name
-        self._settings = job.optimizer.dense
         self._compiled = compile_model(self.model, device) if job.model.compile and trains else None
         self._full_batch = job.data.batch_size // parts
         torch.manual_seed(job.job.seed)
@@ -106,14 +106,6 @@ class JobModel:
                 f"returns shape {list(labels.shape)}"
             )
         return logits.float()
-
-    def step(self, train_step: int) -> None:
-        """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
-        clip(self.model, self._settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self._settings, train_step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
 
 class ForwardPass:
@@ -178,14 +170,6 @@ def split_linear(rows: Sequence[Embedded], linear: Sequence[bool]) -> tuple[list
         else:
             embeddings.append(own)
     return embeddings, weights
-
-
-def clip(model: nn.Module, settings: DenseOptimizer) -> None:
-    """Clips each element, then the norm of all gradients; one tensor at a time and without waiting for the device."""
-    if settings.clip_value is not None:
-        nn.utils.clip_grad_value_(model.parameters(), settings.clip_value, foreach=False)
-    if settings.clip_norm is not None:
-        nn.utils.clip_grad_norm_(list(model.parameters()), settings.clip_norm, error_if_nonfinite=False, foreach=False)
 
 
 def set_precision(precision: str, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
     model.<name>                weights and buffers, under the model's own names
     optimizer.<name>.<state>    of the dense optimizer
+    objects.<n>..., .structure  of a model with a step of its own, its `training_objects` (user_objects.py)
     random.cpu, random.<type>   u8, torch's random state
     metrics.<count>             of an evaluation in progress
     losses                      f32 [train steps], of the whole run
@@ -11,7 +12,7 @@ An imported file may hold only weights; the rest starts as in a new run.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -21,10 +22,12 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from rowcast.protocol.messages import DensePiece
-from rowcast.runtime.errors import DataError, Diverged, Mismatch, RemoteProtocolError
+from rowcast.runtime.errors import ConfigError, DataError, Diverged, Mismatch, RemoteProtocolError, RowcastError
 from rowcast.trainer.device.cuda import device_random_state, set_device_random_state
+from rowcast.trainer.models.user_objects import Stateful, tensors_in
 
 Tensors = dict[str, Tensor]
+
 STATES = {
     "SGD": {"momentum_buffer"},
     "Adagrad": {"step", "sum"},
@@ -56,6 +59,25 @@ def unpack(content: bytes) -> Tensors:
         return load(content)
 
 
+def saved_and_restored(name: str, save: Callable[[], Tensors], restore: Callable[[Tensors], object]) -> str:
+    """Saves a state, restores it and saves it again. Returns its checksum. Raises ConfigError, which names the state,
+    if that fails or changes it."""
+    try:
+        content = pack(save())
+        restore(unpack(content))
+        is_same = pack(save()) == content
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, RowcastError) as error:
+        raise ConfigError(f"{name} cannot be saved and restored: {' '.join(str(error).split())}") from None
+    if not is_same:
+        raise ConfigError(
+            f"{name} has another state_dict() after load_state_dict() of the first one, so no run could continue; "
+            "let it restore what it returns"
+        )
+    return xxhash.xxh3_64_hexdigest(content)
+
+
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
     """The tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -81,6 +103,13 @@ class ModelStatePieces:
 
 
 def model_state(model: nn.Module) -> Tensors:
+    """Raises ConfigError for an extra state that is no tensor."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"{name} is a {type(value).__name__}, and the state of a model has only tensors; return a tensor from "
+                "get_extra_state(), or keep it in one of the model's training_objects()"
+            )
     return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
@@ -94,9 +123,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tenso
     }
 
 
-def trained_tensors(parts: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
+def trained_tensors(parts: Iterable[Stateful]) -> Iterator[tuple[str, Tensor]]:
     """Yields what training must leave finite: the trained parameters of the models among `parts`, and the state of the
-    optimizers after them. Not buffers and frozen parameters: a mask may hold infinities."""
+    optimizers and other objects among them. Not buffers and frozen parameters: a mask may hold infinities."""
     names: dict[Tensor, str] = {}
     for part in parts:
         if isinstance(part, nn.Module):
@@ -105,10 +134,12 @@ def trained_tensors(parts: Iterable[object]) -> Iterator[tuple[str, Tensor]]:
             for parameter, state in part.state.items():
                 own = names.get(parameter, "a dense parameter")
                 yield from ((f"{key} of {own}", value) for key, value in state.items() if isinstance(value, Tensor))
+        else:
+            yield from ((f"a tensor of {type(part).__name__}", value) for value in tensors_in(part.state_dict()))
     yield from ((name, own) for own, name in names.items())
 
 
-def require_finite(parts: Iterable[object], train_steps: int) -> None:
+def require_finite(parts: Iterable[Stateful], train_steps: int) -> None:
     """Raises Diverged for the first of their `trained_tensors` that holds NaN or an infinity after so many train
     steps."""
     for name, tensor in trained_tensors(parts):
@@ -117,7 +148,8 @@ def require_finite(parts: Iterable[object], train_steps: int) -> None:
             if not all(map(math.isfinite, extremes)):
                 raise Diverged(
                     f"{name} holds {next(own for own in extremes if not math.isfinite(own))} after {train_steps} train "
-                    "steps: training diverged; lower the dense learning rate. What may be infinite belongs in a buffer"
+                    "steps: training diverged; lower the dense learning rate. What may be infinite belongs in a "
+                    "buffer, and in the state of an object in a number"
                 )
 
 

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -22,11 +22,11 @@ from rowcast.trainer.models.job_model import JobModel, named_inputs
 from rowcast.trainer.models.model_state import (
     Tensors,
     model_state,
-    optimizer_state,
     random_state,
+    require_finite,
     restore_model,
-    restore_optimizer,
     restore_random,
+    saved_and_restored,
 )
 
 
@@ -140,7 +140,8 @@ class Runner:
         self._scored: dict[int, list[Tensor]] = {}  # by step, on their way to the host
         self._side = JobModel(job, num_dense, device, trains=trains, needs_labels=scores is None, parts=parts)
         self.model = self._side.model
-        self.trained = [self.model, self._side.optimizer]
+        self.dense_step = self._side.dense_step
+        self.trained = [self.model, *self.dense_step.objects]
         self._kernels = kernels or choose_kernels(device, job)
         self._metrics = EvalMetrics(device, parts, len(job.data.columns.labels))
         if scores is not None:
@@ -162,13 +163,22 @@ class Runner:
         pass
 
     def state(self) -> Tensors:
-        """The state of model, optimizer, random numbers and evaluation; called when every issued step is complete."""
+        """The state of model, optimizers, random numbers and evaluation; called when every issued step is complete."""
         return {
             **model_state(self.model),
-            **optimizer_state(self.model, self._side.optimizer),
+            **self.dense_step.state(),
             **(random_state(self.device) if self.keeps_random_state else {}),
             **self._metrics.state(),
         }
+
+    def tried(self) -> dict[str, str]:
+        """Saves and restores what is the user's, before the first step. Returns the checksum of each state, by name.
+        Raises ConfigError for what no checkpoint can hold, and Diverged for what is not finite."""
+        name, restore = type(self.model).__name__, partial(restore_model, self.model)
+        checksums = {name: saved_and_restored(name, partial(model_state, self.model), restore)}
+        checksums |= self.dense_step.tried()
+        require_finite(self.trained, 0)
+        return checksums
 
     def restore(self, tensors: Tensors) -> bool:
         """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress. To
@@ -176,7 +186,7 @@ class Runner:
         restore_model(self.model, tensors)
         if not self._trains:
             return False
-        restore_optimizer(self.model, self._side.optimizer, tensors)
+        self.dense_step.restore(tensors)
         if self.keeps_random_state:
             restore_random(self.device, tensors)
         return self._metrics.restore(tensors)

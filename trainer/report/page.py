@@ -165,6 +165,7 @@ def job_sections(job: Job) -> list[str]:
     """Lists all values of the job, set or default, as sections of TOML; tables are listed separately."""
     content = msgspec.to_builtins(job)
     del content["tables"], content["tables_from"]
+    content["optimizer"]["dense"] = content["optimizer"]["dense"] or "the model's own"
     return [text for name, section in content.items() for text in section_texts(name, section)]
 
 

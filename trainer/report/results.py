@@ -143,7 +143,7 @@ class ResultFiles:
     def __init__(self, run_dir: Path) -> None:
         self.evaluations: list[Evaluation] = []  # of the whole run, restarts included
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # called with each finished evaluation
-        self.skipped = array("q")  # train steps of the run that a script left out, which may have no loss
+        self.skipped = array("q")  # train steps that a script left out, without a loss, or a model's own step
         self.path = run_dir / LOSSES
         self._losses = array("f")
         self._file: IO[bytes] | None = None

@@ -26,6 +26,7 @@ from rowcast.trainer.device.streams import Event, Streams, memory_for
 from rowcast.trainer.models.evaluate import Evaluation, end_of_patience, place_of_best
 from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
+from rowcast.trainer.models.user_objects import Stateful
 from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.memory import PlanArrays
 from rowcast.trainer.step.plan_check import PlanCheck
@@ -71,8 +72,8 @@ class ModelState(Protocol):
     """The model's state in a checkpoint."""
 
     @property
-    def trained(self) -> Iterable[object]:
-        """Models and optimizers, whose tensors training must leave finite."""
+    def trained(self) -> Iterable[Stateful]:
+        """Models, optimizers and other objects, whose tensors training must leave finite."""
 
     def issue_state(self, streams: Streams) -> None:
         """Issues the exchanges that `state` needs. Called at the same barriers on all ranks."""

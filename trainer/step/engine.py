@@ -210,10 +210,9 @@ def check_inputs(inputs: Sequence[InputSpec], job: Job) -> None:
 
 
 def learning_rates(optimizer: Optimizer, train_steps: int) -> dict[Side, float]:
-    return {
-        "sparse": learning_rate(optimizer.sparse, train_steps),
-        "dense": learning_rate(optimizer.dense, train_steps),
-    }
+    """Without the dense side where the model has a step of its own."""
+    rates: dict[Side, float] = {"sparse": learning_rate(optimizer.sparse, train_steps)}
+    return rates if optimizer.dense is None else rates | {"dense": learning_rate(optimizer.dense, train_steps)}
 
 
 class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):

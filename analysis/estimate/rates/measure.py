@@ -169,7 +169,7 @@ class TimedModel:
         """The loss included."""
         for rows in self._rows:
             rows.grad = None
-        self.side.optimizer.zero_grad(set_to_none=True)
+        self.side.model.zero_grad(set_to_none=True)
         self._loss = self.side.loss(self.side.forward(self._dense, self._rows, {}, training=True), self._labels)
 
     def backward(self) -> None:
