@@ -515,7 +515,12 @@ def test_a_program_that_is_mistaken_is_recorded_anew_once_then_left(
     assert bench.verdicts[5:8] == ["mistaken"] * 3
     assert set(bench.verdicts[8:]) == {"unknown", "mistaken"}
     assert bench.verdicts[-10:] == ["unknown"] * 10
-    assert capsys.readouterr().err.count("steps look up other ids than the step that was recorded, twice") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "items: steps look up other ids than the id program gives, which was recorded twice"
+        )
+        == 1
+    )
 
 
 def test_a_recording_with_an_evaluation_is_replaced(bench: Bench) -> None:

@@ -15,7 +15,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +27,8 @@ from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import script_optimizer  # noqa: F401 - it follows the script's optimizers from here on
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import STATES, Adoption, Capacity
-from rowcast.trainer.adopt.read_ahead import ReadAhead
+from rowcast.trainer.adopt.given_ids import LookedUp, given_by
+from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
 from rowcast.trainer.adopt.rows import Home
 from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation, refuse_whole
 
@@ -36,14 +36,6 @@ DEPTH = 16  # batches that are read ahead
 KINDS: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-@dataclass(frozen=True, eq=False)
-class LookedUp:
-    """A table as `ReadAhead` knows it, which outlives tables."""
-
-    name: str
-    num_embeddings: int
 
 
 def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep: Collection[str] = ()) -> Model:
@@ -62,6 +54,7 @@ def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep:
             "train on one device, without it"
         )
     found = tables_of(model, tables, keep)
+    _parameters.update(model.named_parameters(remove_duplicate=False))
     chosen = those_that_do_not_fit(found, room)
     for name in chosen:
         refuse_other_kinds(name, found[name])
@@ -205,6 +198,7 @@ class Doors:
 
 
 _doors: list[Doors] = []  # none or one
+_parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()  # of models, by name
 
 
 def doors(room: Capacity, left: Capacity) -> Doors:
@@ -234,14 +228,18 @@ def adopts() -> bool:
     return any(own.tables for own in _doors)
 
 
-def ahead(batches: Iterable[Any]) -> Iterable[Any]:
-    """The same batches, read ahead: `for batch in rowcast.ahead(batches)`, after `adopt`."""
-    return _doors[0].reading.ahead(batches) if adopts() else batches
+def ahead(batches: Iterable[Any], *, ids: Callable[[Any], Any] = no_ids) -> Iterable[Any]:
+    """The same batches, read ahead: `for batch in rowcast.ahead(batches)`, after `adopt`.
+
+    ids: for ids that Python or NumPy computes, a function from a batch to {parameter or its name: ids of its step},
+    integers of any shape or lists of them. Missing ids are fetched when the step asks for them. Random numbers that it
+    draws are put back. An exception waits for its batch, also a ConfigError about what it gives."""
+    return _doors[0].reading.ahead(batches, given_by(ids, _parameters)) if adopts() else batches
 
 
-def ahead_calls(function: Callable[[], Any]) -> Callable[[], Any]:
+def ahead_calls(function: Callable[[], Any], *, ids: Callable[[Any], Any] = no_ids) -> Callable[[], Any]:
     """The same function, called ahead: `sampler.next = rowcast.ahead_calls(sampler.next)`, after `adopt`."""
-    return _doors[0].reading.ahead_calls(function) if adopts() else function
+    return _doors[0].reading.ahead_calls(function, given_by(ids, _parameters)) if adopts() else function
 
 
 # of modules with a table

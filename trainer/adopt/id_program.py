@@ -8,11 +8,15 @@ It runs on the host, never draws a random number, never reads rows or weights, a
 The operations are nodes of a `torch.fx.Graph`. A value is found again by its storage and its place in it: views,
 `detach` and NumPy's views of a tensor are the same memory, and a program repeats writes into it in order. Values that
 depend on rows, weights or draws are *unknown* and are not kept: neither are the activations of the step.
+
+Torch shows sizes as plain integers. One that equals a size of the batch, or a number that the step has read from a
+tensor of the batch (`len`, `item`, `tolist`), is taken for it, and is read again in each batch.
 """
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -32,6 +36,8 @@ MOST_PARTS = 20_000  # of a batch: what is beyond is no part of it, such as its 
 MOST_FLOATS = 4096  # of a constant such as the boundaries of buckets; larger ones are states of the model
 MOST_COLUMNS = 256  # of a leaf that are compared one by one
 FEW_CASTS = 4  # columns of a matrix that are cast at once; fewer are cast one by one
+MOST_LISTED = 4096  # elements of a list of sizes
+LARGEST = 1 << 24  # of the sizes that are read: a wrong one shall not take all memory
 MOST_RECORDED = 100_000  # operations: a script whose loop was left in the middle stays in its recording
 
 aten = torch.ops.aten
@@ -150,11 +156,26 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memories: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
         self._leaves = leaves.tensors
         self.inputs = [self._know(leaf, self.graph.placeholder(f"leaf{at}")) for at, leaf in enumerate(self._leaves)]
+        self._read: dict[int | tuple[int, ...], Node] = {}  # numbers and lists that the step has read, and their sums
         self._sizes: dict[int, Node] = {}  # first dimensions, which vary from batch to batch
         for leaf, node in zip(self._leaves, self.inputs, strict=True):
             memory_of(node).is_of_batch = True
             if leaf.dim() and leaf.shape[0] > 1:
                 self._sizes.setdefault(leaf.shape[0], self.graph.call_method("size", (node, 0)))
+
+    def note_list(self, tensor: Tensor, numbers: list[int]) -> None:
+        """Call where the step has read the numbers of a tensor [n]."""
+        memory = self._memory(tensor)
+        known = memory.values.get(place(tensor)) if memory.is_of_batch and memory.unknown is None else None
+        if known is not None and len(numbers) <= MOST_LISTED and not tensor.is_floating_point():
+            self._read[tuple(numbers)] = self.graph.call_method("tolist", (known,))
+            ends = self.graph.call_method("tolist", (self.graph.call_method("cumsum", (known, 0)),))
+            for at, end in enumerate(accumulate(numbers)):  # of the slices that the list cuts
+                self._note_number(end, self.graph.call_function(operator.getitem, (ends, at)))
+
+    def _note_number(self, number: int, node: Node) -> None:
+        if 1 < number <= LARGEST:
+            self._read[number] = self.graph.call_function(min, (node, LARGEST))
 
     def has_made(self, ids: Tensor) -> bool:
         """Whether the batch is known to have a part in the ids. Call outside of the recording mode."""
@@ -223,6 +244,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value = node if own is result else self.graph.call_function(operator.getitem, (node, at))
                 made.append(memory_of(self._know(own, value)))
         is_of_batch = any(memory_of(own).is_of_batch for own in node.all_input_nodes)
+        if is_of_batch and type(result) is int:
+            self._note_number(result, node)
+        if is_of_batch and torch.Tag.dynamic_output_shape in func.tags and isinstance(result, Tensor) and result.dim():
+            self._note_number(result.shape[0], self.graph.call_method("size", (node, 0)))
         for memory in changed + made:
             memory.is_of_batch |= is_of_batch
         for memory in changed:
@@ -238,6 +263,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for at, (own, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
                 if makes or is_size(own):
                     given[at] = self._sized(value)
+        if func is aten.slice.Tensor and len(given) == 4 and isinstance(given[2], Node):
+            given[3], length = self._read.get(args[3], given[3]), self._sized(args[3] - args[2])
+            if type(given[3]) is int and isinstance(length, Node):
+                given[3] = self._read[args[3]] = self.graph.call_function(operator.add, (given[2], length))
         if func is aten.select.int:
             return self.graph.call_method("select", tuple(given))
         if func is aten.slice.Tensor and len(given) == 4 and given[1] >= 0:
@@ -249,7 +278,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.graph.call_function(func, tuple(given), kwargs)
 
     def _sized(self, value: Any) -> Any:
-        return tree_map(lambda own: self._sizes.get(own, own) if type(own) is int else own, value)
+        if isinstance(value, list) and tuple(value) in self._read:
+            return self._read[tuple(value)]
+        return tree_map(
+            lambda own: self._sizes.get(own) or self._read.get(own, own) if type(own) is int else own, value
+        )
 
     def _first_deduced(self, shape: Sequence[Any]) -> list[Any]:
         """`shape` with -1 for the first dimension that is a multiple of a batch size."""
@@ -337,7 +370,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def place(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype  # an empty one has no address
 
 
 def span(tensor: Tensor) -> int:
@@ -404,7 +437,8 @@ def resolved(own: LookUp, is_alone: bool) -> LookUp:
     (ids,) = own.ids.all_input_nodes
     memory = memory_of(ids)
     if not memory.is_of_batch and not (is_alone and own.trains):
-        return LookUp(own.table, Unknown("something else than the batch"), own.trains)
+        why = "something else than the batch, or what Python or NumPy computes from it"
+        return LookUp(own.table, Unknown(why), own.trains)
     return LookUp(own.table, own.ids if memory.is_changed else ids, own.trains)
 
 

@@ -6,6 +6,8 @@ for batch in loader:  <------- batch k      reads k + 1 ... k + depth    announc
     model(batch)      -------> note(table, ids): compared with the hint  begin(k), at its first look-up
 (leaves its loop)     -------> closed                                    abandon(k + 1), ...
 
+With `ids=` the script's own function gives all rows of a batch, in place of a program (`GIVEN`).
+
 The script sees the random state that it has un-adopted: what reading ahead draws from a generator of this process is
 put back until the batch is handed over. If the step draws from the same generator, batches read ahead are wrong, and
 the run is refused before one of them is used.
@@ -45,6 +47,7 @@ MOST_TURNS = 16  # a batch is looked up before the script has asked for this man
 
 Verdict = Literal["foreseen", "mistaken", "unknown"]
 States = dict[str, Any]  # of generators of random numbers, by name
+GiveIds = Callable[[Any], Mapping[Table, npt.NDArray[np.int64]]]  # of a batch its rows: distinct, ascending
 StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
 LAZY = (zip, map, filter, enumerate, reversed, GeneratorType)  # batches that can be read once
 
@@ -85,6 +88,14 @@ class Form:
         return self.program is None and self.recordings < RECORDINGS
 
 
+GIVEN = Form(recordings=RECORDINGS)  # of batches whose rows the script gives
+
+
+def no_ids(batch: Any) -> Mapping[Table, npt.NDArray[np.int64]]:
+    """The script gives none."""
+    return {}
+
+
 @dataclass(eq=False)
 class Read:
     """A batch between its reading and the end of its step."""
@@ -100,10 +111,11 @@ class Read:
     program: Program | None = None  # that gave the hints
     hints: dict[Table, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has met
     recorder: Recorder | None = None
+    given: Mapping[Table, npt.NDArray[np.int64]] = field(default_factory=dict)
     is_left: bool = False  # the script has dropped its source
     turns: int = 0  # batches that the script has asked for since
     look_ups: int = 0
-    is_wrong: bool = False
+    wrong: str = ""  # the name of a table whose look-up the program has not given
 
 
 @dataclass
@@ -144,6 +156,7 @@ class ReadAhead:
         self._recorders: list[Recorder] = []  # those that are entered
         self._num_pauses = self._num_announced = self._num_sources = 0
         self._plain_iter: Callable[[Any], Any] = DataLoader.__iter__
+        self._plain_tolist: Callable[[Any], Any] = Tensor.tolist
         self._process = os.getpid()
 
     def open(self) -> None:
@@ -153,10 +166,19 @@ class ReadAhead:
             owned = (getattr(owner, "generator", None) for owner in (loader, loader.sampler))
             with self.paused():  # workers that are forked here do not record
                 own = [each for each in owned if isinstance(each, torch.Generator)]
-                batches: Iterator[Any] = self.source(plain(loader), own)
+                batches: Iterator[Any] = self.source(plain(loader), no_ids, own)
                 return batches
 
         DataLoader.__iter__ = read_ahead  # type: ignore[method-assign, assignment]
+
+        def tolist(tensor: Tensor) -> Any:  # is no operation, so no recorder sees it
+            numbers: Any = self._plain_tolist(tensor)
+            if self._recorders and tensor.dim() == 1 and threading.get_ident() == self.thread:
+                for recorder in self._recorders:
+                    recorder.note_list(tensor, numbers)
+            return numbers
+
+        Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
         """Loaders are read as before; batches that were read ahead still come, and the engine hears no more of them."""
@@ -171,26 +193,30 @@ class ReadAhead:
     def shut(self) -> None:
         """For an engine that is gone: from any thread, at any time."""
         DataLoader.__iter__ = self._plain_iter  # type: ignore[method-assign]
+        Tensor.tolist = self._plain_tolist  # type: ignore[method-assign, assignment]
         self.is_closed = True
 
-    def ahead(self, batches: Iterable[Any]) -> Iterable[Any]:
+    def ahead(self, batches: Iterable[Any], give_ids: GiveIds = no_ids) -> Iterable[Any]:
         """The same batches, read ahead. Of an iterator: an iterator; else each loop over it is read ahead."""
-        own: Iterable[Any] = self.source(batches) if isinstance(batches, Iterator) else Ahead(self, batches)
+        is_iterator = isinstance(batches, Iterator)
+        own: Iterable[Any] = self.source(batches, give_ids) if is_iterator else Ahead(self, batches, give_ids)
         return own
 
-    def ahead_calls(self, function: Callable[[], Any]) -> Callable[[], Any]:
+    def ahead_calls(self, function: Callable[[], Any], give_ids: GiveIds = no_ids) -> Callable[[], Any]:
         """For a script that calls `function` for each batch: the same, called ahead. An exception ends nothing."""
-        own: Callable[[], Any] = getattr(self.source(function), "__next__", function)
+        own: Callable[[], Any] = getattr(self.source(function, give_ids), "__next__", function)
         return own
 
-    def source(self, batches: Any, generators: Sequence[torch.Generator] = ()) -> Any:
+    def source(self, batches: Any, give_ids: GiveIds, generators: Sequence[torch.Generator] = ()) -> Any:
         """`batches`: an iterator, or a function that makes a batch; `generators`: that it owns and draws from."""
         is_within = threading.get_ident() in self.readers
+        if isinstance(batches, Source) and give_ids is not no_ids:
+            batches.give_ids = give_ids  # of a DataLoader
         if isinstance(batches, Source) or is_within or self.is_closed or os.getpid() != self._process:
             return batches  # a worker's loader, or one within a loader
         self._num_sources += 1
         kind = SizedSource if hasattr(type(batches), "__len__") else Source
-        source = kind(self, self._num_sources, batches, generators)
+        source = kind(self, self._num_sources, batches, give_ids, generators)
         self._sources.add(source)
         return source
 
@@ -227,6 +253,8 @@ class ReadAhead:
         may_be = [own for own in likely if own.program is None or own.hints.get(table)]
         read = [*made, *may_be, *likely][0]
         for own in likely:
+            if table in own.given and np.isin(host.numpy(), own.given[table]).all():
+                return own, "foreseen"
             if own.source == read.source and read.program is None:
                 continue  # ids that many batches share would make it the turn of one that has hints
             for at, hint in enumerate(own.hints.get(table, ())):
@@ -235,8 +263,12 @@ class ReadAhead:
                     return own, "foreseen"
         left = read.hints.get(table)
         expected = left.pop(0) if left else None
-        read.is_wrong |= not isinstance(expected, Unknown)
-        return read, "mistaken" if isinstance(expected, Tensor) else "unknown"
+        if read.form is GIVEN:
+            why = f"{table.name}: rowcast.ahead(..., ids=...) does not give all ids that a step looks up"
+            self._say(f"{why}; rows of others are fetched when the step asks for them")
+        elif not isinstance(expected, Unknown):
+            read.wrong = table.name
+        return read, "mistaken" if isinstance(expected, Tensor) or table in read.given else "unknown"
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -256,14 +288,16 @@ class ReadAhead:
                 for recorder in self._recorders:
                     recorder.__enter__()  # type: ignore[no-untyped-call]
 
-    def read(self, take: Callable[[], Any]) -> Read:
-        """Reads a batch. An exception of the loader waits for the batch at which the script would get it."""
+    def read(self, take: Callable[[], Any], give_ids: GiveIds) -> Read:
+        """Reads a batch. An exception, also of `give_ids`, waits for the batch at which the script would get it."""
         begin_s = time.perf_counter()
         self.readers.add(threading.get_ident())
         try:
             batch = take()
             is_iterator = isinstance(batch, LAZY)
             read = Read(tuple(batch) if is_iterator else batch, is_iterator)
+            if give_ids is not no_ids:
+                read.form, read.given = GIVEN, give_ids(iter(read.batch) if is_iterator else batch)
         except StopIteration as error:
             return Read(None, error=error.with_traceback(None))  # its frames hold the script's model
         except Exception as error:  # noqa: BLE001 - it is the script's
@@ -272,8 +306,9 @@ class ReadAhead:
             self.readers.discard(threading.get_ident())
             read_s = time.perf_counter()
             self.counts.read_s += read_s - begin_s
-        read.leaves = leaves_of(read.batch)
-        read.form = self._form_of(read.leaves)
+        if read.form is not GIVEN:
+            read.leaves = leaves_of(read.batch)
+            read.form = self._form_of(read.leaves)
         self.counts.program_s += time.perf_counter() - read_s
         return read
 
@@ -295,9 +330,9 @@ class ReadAhead:
                 ids_of.setdefault(table, []).append(ids.reshape(-1))
         if program is not None:
             self.counts.programs += 1
-            read.is_wrong = any(program.is_known) and not ids_of
+            read.wrong = next(iter(read.hints)).name if any(program.is_known) and not ids_of else ""
         known_s = time.perf_counter()
-        rows = {table: distinct_rows(table, torch.cat(ids)) for table, ids in ids_of.items()}
+        rows = {table: distinct_rows(table, torch.cat(ids)) for table, ids in ids_of.items()} or read.given
         self.counts.program_s += known_s - begin_s
         self.counts.distinct_s += time.perf_counter() - known_s
         read.number, self._num_announced = self._num_announced, self._num_announced + 1
@@ -329,15 +364,16 @@ class ReadAhead:
             form.program = None
         elif program is not None and read.look_ups and read.program is program:
             # a hint that no look-up met, such as of an evaluation within the first step, is wrong too
-            left = (ids for hints in read.hints.values() for ids in hints)
-            is_wrong = read.is_wrong or any(isinstance(ids, Tensor) for ids in left)
-            form.mistakes = form.mistakes + 1 if is_wrong else 0
+            left = (own.name for own, hints in read.hints.items() if any(isinstance(ids, Tensor) for ids in hints))
+            wrong = read.wrong or next(left, "")
+            form.mistakes = form.mistakes + 1 if wrong else 0
             if form.mistakes == MISTAKES:
                 form.program, form.mistakes = None, 0
                 if not form.waits:
                     self._say(
-                        "steps look up other ids than the step that was recorded, twice; the rows of such batches are "
-                        "fetched when a step asks for them"
+                        f"{wrong}: steps look up other ids than the id program gives, which was recorded twice; rows "
+                        "of such batches are fetched when a step asks for them. If Python or NumPy computes the ids, "
+                        "give them by rowcast.ahead(batches, ids=...)"
                     )
         self.drop(read)
 
@@ -394,8 +430,10 @@ def distinct_rows(table: Table, ids: Tensor) -> npt.NDArray[np.int64]:
 class Source(Iterator[Any]):
     """The script's iterator over the batches of a loader."""
 
-    def __init__(self, reading: ReadAhead, number: int, batches: Any, generators: Sequence[torch.Generator]) -> None:
-        self._reading, self._number, self._batches = reading, number, batches
+    def __init__(
+        self, reading: ReadAhead, number: int, batches: Any, give_ids: GiveIds, generators: Sequence[torch.Generator]
+    ) -> None:
+        self._reading, self._number, self._batches, self.give_ids = reading, number, batches, give_ids
         self._take = batches.__next__ if isinstance(batches, Iterator) else batches
         self._generators = dict(generators_of(generators))
         self._queue: deque[Read] = deque()
@@ -412,7 +450,7 @@ class Source(Iterator[Any]):
         if here in reading.readers and not self._queue:
             return self._take()  # within a source that is read ahead itself
         if (here != reading.thread or reading.is_apart) and not self._queue:
-            read = reading.read(self._take)
+            read = reading.read(self._take, self.give_ids)  # what this draws stays: the steps may draw now
             if read.error is not None:
                 raise read.error
             reading.arrived.append((self, read, here))
@@ -468,6 +506,14 @@ class Source(Iterator[Any]):
                 self._given.remove(read)
                 self._reading.settle(read)
 
+    def _give_ids(self, batch: Any) -> Mapping[Table, npt.NDArray[np.int64]]:
+        """What the script's function draws is put back."""
+        states = self._states()
+        try:
+            return self.give_ids(batch)
+        finally:
+            self._set_states(states)
+
     def _states(self) -> States:
         return {name: state() for name, (state, _) in self._generators.items()}
 
@@ -489,7 +535,7 @@ class Source(Iterator[Any]):
         self._set_states(ahead)
         try:
             while len(self._queue) < self._wanted():
-                read = self._reading.read(self._take)
+                read = self._reading.read(self._take, self._give_ids if self.give_ids is not no_ids else no_ids)
                 read.source = self._number
                 before = states | ahead
                 read.drew = {name: own for name, own in self._states().items() if not is_same(own, before[name])}
@@ -529,14 +575,14 @@ class SizedSource(Source):
 class Ahead(Iterable[Any]):
     """A loader, each loop over which is read ahead."""
 
-    def __init__(self, reading: ReadAhead, batches: Any) -> None:
-        self._reading, self._batches = reading, batches
+    def __init__(self, reading: ReadAhead, batches: Any, give_ids: GiveIds) -> None:
+        self._reading, self._batches, self._give_ids = reading, batches, give_ids
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = self._reading.source(iter(self._batches))
+        batches: Iterator[Any] = self._reading.source(iter(self._batches), self._give_ids)
         return batches
 
     def __len__(self) -> int:
