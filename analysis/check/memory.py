@@ -66,8 +66,8 @@ def check_memory(
     parts = {name: pairs * nbytes for name, nbytes in of_pair.items()}
     fixed = sum(parts.values())
     listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items() if nbytes)
-    unknown = "" if dense else "; the state of the model's own optimizers is unknown and not counted"
-    unknown = unknown if dense_bytes is not None else "; the dense weights are unknown and not counted"
+    what = "the dense weights are" if dense_bytes is None else "" if dense else "the model's own optimizer state is"
+    unknown = what and f"; {what} unknown and not counted"
     trained = f", and up to {human_bytes(tables)} for tables as their rows are trained"
     grow = trained if in_memory else "; store.memory covers the tables"
     of_pairs = "needs " if pairs == 1 else f"{pairs} pairs of prefetcher and trainer need "

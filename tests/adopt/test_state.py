@@ -178,7 +178,7 @@ def test_a_state_that_no_checkpoint_can_hold_is_named(tmp_path: Path, launches: 
             """Nothing to load."""
 
     model, optimizer = make(tmp_path)
-    with pytest.raises(ConfigError, match=facts("dense", "state of its Odd", "Generator", "checkpoint")):
+    with pytest.raises(ConfigError, match=facts("state of an object", "Generator", "checkpoint")):
         train_all(model, optimizer, rowcast.connect(model.ebc, DATASET, save_every=2, dense=(Odd(),)))
     model, optimizer = make(tmp_path / "early")
     with rowcast.connect(model.ebc, DATASET, save_every=1, dense=(model, optimizer)) as loader:

@@ -110,8 +110,11 @@ def everything(job: Job, num_dense: int) -> nn.Module:
     return Everything(width_of(job, num_dense))
 
 
-def adversary(job: Job, num_dense: int) -> nn.Module:
-    return Adversary(num_dense, width_of(job, num_dense))
+def adversary(job: Job, num_dense: int, turn: str = "") -> nn.Module:
+    """`turn`: the environment variable with the first."""
+    model = Adversary(num_dense, width_of(job, num_dense))
+    model.turn.number = int(os.environ.get(turn, "0"))
+    return model
 
 
 def without_dense(job: Job) -> Job:
@@ -136,14 +139,3 @@ class Noted(Everything):
 
 def noted(job: Job, num_dense: int, extra: str) -> nn.Module:
     return Noted(width_of(job, num_dense), extra)
-
-
-class OfItsRank(Everything):
-    def training_objects(self) -> list[Any]:
-        turn = Turn()
-        turn.number = int(os.environ.get("RANK", "0"))
-        return [*super().training_objects(), turn]
-
-
-def of_its_rank(job: Job, num_dense: int) -> nn.Module:
-    return OfItsRank(width_of(job, num_dense))

@@ -32,7 +32,7 @@ def test_its_bits_are_the_plain_loops_for_any_parts_and_trainers(model: str) -> 
     run, batches = run_of(model)
     start = start_state(run.job, NUM_DENSE)
     skipped: list[int] = []
-    run.runner.dense_step.skipped = skipped.append
+    run.runner.dense_step.skipped = skipped
     assert_equal_bits(run.run(), *run_plain_loop(run.job, start, batches))
     assert skipped == ([3, 7] if model == "everything" else [])
     for ranks, parts in ((1, 2), (2, 2), (2, 4)):

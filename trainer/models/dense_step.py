@@ -1,11 +1,17 @@
-"""Trains the dense weights once the gradients of a step are complete: by `[optimizer.dense]` or by the model's code.
+"""Trains the dense weights once the gradients of a step are complete: by `[optimizer.dense]`, or by the model's code.
 
 OptimizerStep    gradients -> clip -> learning rate of the step -> torch.optim
-ModelStep        gradients -> the model's step(train_step), which has its `training_objects`
+ModelStep        gradients -> the model's step(train_step), with its `training_objects`
+
+    objects      optimizers, schedules and the like, whose tensors training must leave finite
+    skipped      gets each train step that leaves the weights as they are
+    step         updates the weights and clears their gradients; `train_step` counts the train batches before this one
+    state        of the objects, for a checkpoint
+    restore      without a `state` the objects stay as in a new run; raises Mismatch
+    tried        saves and restores a user's objects; returns the checksum of each state, by name; raises ConfigError
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,29 +25,11 @@ from rowcast.trainer.models.model_state import Tensors, optimizer_state, restore
 from rowcast.trainer.models.user_objects import StatefulObjects
 
 
-class DenseStep(Protocol):
-    objects: list[Any]  # optimizers, schedules and the like, whose tensors training must leave finite
-    skipped: Callable[[int], object]  # called with each train step that leaves the weights as they are
-
-    def step(self, train_step: int) -> None:
-        """Updates the weights and clears their gradients. `train_step` counts the train batches before this one."""
-
-    def state(self) -> Tensors:
-        """Returns the state of the objects, for a checkpoint."""
-
-    def restore(self, tensors: Tensors) -> None:
-        """Restores a `state`; without one the objects stay as in a new run. Raises Mismatch."""
-
-    def tried(self) -> dict[str, str]:
-        """Saves and restores objects of a user's code. Returns the checksum of each one's state, by name. Raises
-        ConfigError."""
-
-
 class OptimizerStep:
     def __init__(self, job: Job, settings: DenseOptimizer, model: nn.Module) -> None:
         self.optimizer = build_dense_optimizer(job, model.parameters())
-        self.objects = [self.optimizer]
-        self.skipped: Callable[[int], object] = list[int]().append  # never called
+        self.objects: list[Any] = [self.optimizer]
+        self.skipped: Any = []
         self._settings, self._model = settings, model
 
     def step(self, train_step: int) -> None:
@@ -64,9 +52,10 @@ class OptimizerStep:
 class ModelStep:
     def __init__(self, job: Job, model: nn.Module, parts: int, *, trains: bool) -> None:
         self._source = f"{type(model).__name__}.training_objects()"
-        self._kept = StatefulObjects(made_objects(job, model) if trains else [], "objects", self._source)
-        self.objects = self._kept.parts
-        self.skipped: Callable[[int], object] = list[int]().append
+        kept = StatefulObjects(made_objects(job, model, self._source) if trains else [], "objects", self._source)
+        self.objects: list[Any] = kept.parts
+        self.skipped: Any = []
+        self.state, self.restore = kept.state, kept.restore
         self._model, self._seed, self._parts = model, job.job.seed, parts
 
     def step(self, train_step: int) -> None:
@@ -74,22 +63,16 @@ class ModelStep:
             torch.manual_seed(part_seed(self._seed, train_step, self._parts))
         trained: Any = self._model.step(train_step)  # type: ignore[operator]
         if trained is not None and not trained:
-            self.skipped(train_step)
+            self.skipped.append(train_step)
         self._model.zero_grad(set_to_none=True)
 
-    def state(self) -> Tensors:
-        return self._kept.state()
-
-    def restore(self, tensors: Tensors) -> None:
-        self._kept.restore(tensors)
-
     def tried(self) -> dict[str, str]:
-        checksums = {}
-        for n, part in enumerate(self.objects):
-            name = f"{self._source}[{n}]"
-            kept = StatefulObjects([part], "objects", name)
-            checksums[name] = saved_and_restored(f"{name}, of type {type(part).__name__},", kept.state, kept.restore)
-        return checksums
+        kept = {f"{self._source}[{n}] of type {type(own).__name__}": [own] for n, own in enumerate(self.objects)}
+        singly = {name: StatefulObjects(own, "objects", name) for name, own in kept.items()}
+        return {name: saved_and_restored(name, own.state, own.restore) for name, own in singly.items()}
+
+
+DenseStep = OptimizerStep | ModelStep
 
 
 def dense_step(job: Job, model: nn.Module, parts: int, *, trains: bool) -> DenseStep:
@@ -102,31 +85,23 @@ def dense_step(job: Job, model: nn.Module, parts: int, *, trains: bool) -> Dense
 
 def owns_step(job: Job, model: nn.Module) -> bool:
     """Whether the model trains its dense weights. Raises ConfigError unless either the model or the job file does."""
-    name, is_set = type(model).__name__, job.optimizer.dense is not None
-    owns = callable(getattr(model, "training_objects", None))
-    if owns and not callable(getattr(model, "step", None)):
-        raise ConfigError(f"{name} has a method training_objects and no method step(n); give it both")
-    if owns and is_set:
+    owns = all(callable(getattr(model, name, None)) for name in ("training_objects", "step"))
+    if owns == (job.optimizer.dense is not None):
+        found = "both" if owns else "neither"
         raise ConfigError(
-            f"{name} has training_objects() and step(n), and the job file has [optimizer.dense]; remove one of them: "
-            "either trains the dense weights"
-        )
-    if not owns and not is_set:
-        raise ConfigError(
-            f"nothing trains the dense weights of {name}: write [optimizer.dense], or give the model the methods "
-            "training_objects() and step(n)"
+            f"either [optimizer.dense] or {type(model).__name__}'s methods training_objects() and step(n) train the "
+            f"dense weights, and there are {found}; {'remove' if owns else 'write'} one of them"
         )
     return owns
 
 
-def made_objects(job: Job, model: nn.Module) -> list[Any]:
+def made_objects(job: Job, model: nn.Module, source: str) -> list[Any]:
     """Calls the model's `training_objects`, with torch's random state seeded by job.seed. Raises ConfigError."""
-    source, names, weights = f"{type(model).__name__}.training_objects()", set(model.state_dict()), model.parameters
+    names, trained = set(model.state_dict()), set(model.parameters())
     torch.manual_seed(job.job.seed)
-    made: Any = model.training_objects()  # type: ignore[operator]
-    if not isinstance(made, Iterable):
-        raise ConfigError(f"{source} returned {type(made).__name__}; return a list of objects")
-    objects, trained = list(made), set(weights())
+    objects: Any = model.training_objects()  # type: ignore[operator]
+    if not isinstance(objects, list | tuple):
+        raise ConfigError(f"{source} returned {type(objects).__name__}; return a list of objects")
     if changed := sorted(names ^ set(model.state_dict())):
         raise ConfigError(
             f"{source} changes what the model's state has: {listed(changed, 1)}. An evaluation makes the model without "
@@ -134,14 +109,13 @@ def made_objects(job: Job, model: nn.Module) -> list[Any]:
         )
     for own in objects:
         if isinstance(own, torch.optim.Optimizer):
-            of_others = [weight for group in own.param_groups for weight in group["params"] if weight not in trained]
-            if of_others:
-                raise ConfigError(
-                    f"{source}: {type(own).__name__} trains a weight of shape {list(of_others[0].shape)}, which is no "
-                    "parameter of the model, so no checkpoint has it and ranks do not add its gradients; make it one"
-                )
             own.register_step_pre_hook(refuse_closure)
-    return objects
+            if any(weight not in trained for group in own.param_groups for weight in group["params"]):
+                raise ConfigError(
+                    f"{source}: {type(own).__name__} trains a weight that is no parameter of the model, so no "
+                    "checkpoint has it and ranks do not add its gradients; make it one in the factory"
+                )
+    return list(objects)
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], named: dict[str, Any]) -> None:

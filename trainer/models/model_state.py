@@ -20,11 +20,12 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rowcast.protocol.messages import DensePiece
-from rowcast.runtime.errors import ConfigError, DataError, Diverged, Mismatch, RemoteProtocolError, RowcastError
+from rowcast.runtime.errors import ConfigError, DataError, Diverged, Mismatch, RemoteProtocolError
 from rowcast.trainer.device.cuda import device_random_state, set_device_random_state
-from rowcast.trainer.models.user_objects import Stateful, tensors_in
+from rowcast.trainer.models.user_objects import Stateful
 
 Tensors = dict[str, Tensor]
 
@@ -60,22 +61,18 @@ def unpack(content: bytes) -> Tensors:
 
 
 def saved_and_restored(name: str, save: Callable[[], Tensors], restore: Callable[[Tensors], object]) -> str:
-    """Saves a state, restores it and saves it again. Returns its checksum. Raises ConfigError, which names the state,
-    if that fails or changes it."""
+    """Saves a state, restores it and saves it again. Returns its checksum; raises ConfigError, which has its name."""
     try:
         content = pack(save())
+        checksum = xxhash.xxh3_64_hexdigest(content)
         restore(unpack(content))
-        is_same = pack(save()) == content
-    except ConfigError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, RowcastError) as error:
-        raise ConfigError(f"{name} cannot be saved and restored: {' '.join(str(error).split())}") from None
-    if not is_same:
-        raise ConfigError(
-            f"{name} has another state_dict() after load_state_dict() of the first one, so no run could continue; "
-            "let it restore what it returns"
-        )
-    return xxhash.xxh3_64_hexdigest(content)
+        del content  # a checkpoint needs no more memory than this
+        if xxhash.xxh3_64_hexdigest(pack(save())) == checksum:
+            return checksum
+        error = "load_state_dict() does not restore what state_dict() has returned"
+    except Exception as raised:  # noqa: BLE001 - whatever a user's code raises
+        error = " ".join(f"{type(raised).__name__}: {raised}".split())
+    raise ConfigError(f"{name} cannot be saved and restored, so no run could continue ({error})")
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
@@ -103,14 +100,13 @@ class ModelStatePieces:
 
 
 def model_state(model: nn.Module) -> Tensors:
-    """Raises ConfigError for an extra state that is no tensor."""
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"{name} is a {type(value).__name__}, and the state of a model has only tensors; return a tensor from "
-                "get_extra_state(), or keep it in one of the model's training_objects()"
-            )
-    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
+    if others := [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise ConfigError(
+            f"{others[0]} is a {type(state[others[0]]).__name__}, and the state of a model has only tensors; return a "
+            "tensor from get_extra_state(), or keep this in one of the model's training_objects()"
+        )
+    return {f"model.{name}": tensor for name, tensor in state.items()}
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -135,7 +131,8 @@ def trained_tensors(parts: Iterable[Stateful]) -> Iterator[tuple[str, Tensor]]:
                 own = names.get(parameter, "a dense parameter")
                 yield from ((f"{key} of {own}", value) for key, value in state.items() if isinstance(value, Tensor))
         else:
-            yield from ((f"a tensor of {type(part).__name__}", value) for value in tensors_in(part.state_dict()))
+            leaves = tree_leaves(part.state_dict())
+            yield from ((f"a tensor of {type(part).__name__}", own) for own in leaves if isinstance(own, Tensor))
     yield from ((name, own) for own, name in names.items())
 
 

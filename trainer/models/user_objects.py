@@ -6,7 +6,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,25 +33,14 @@ class StatefulObjects:
                     f"{source} holds a {type(part).__name__}; give objects with state_dict and load_state_dict"
                 )
         self.parts = list(parts)
-        self._prefix, self._source = prefix, source
-
-    @property
-    def _structure(self) -> str:
-        return f"{self._prefix}.structure"
+        self._prefix, self._structure, self._source = prefix, f"{prefix}.structure", source
 
     def state(self) -> dict[str, Tensor]:
         """Raises ConfigError for a state that a checkpoint cannot hold."""
         tensors: dict[str, Tensor] = {}
-        structure = [self._flattened(n, tensors) for n in range(len(self.parts))]
+        structure = [flattened(own.state_dict(), f"{self._prefix}.{n}", tensors) for n, own in enumerate(self.parts)]
         content = bytearray(json.dumps(structure).encode())
         return {**tensors, self._structure: torch.frombuffer(content, dtype=torch.uint8)}
-
-    def _flattened(self, n: int, tensors: dict[str, Tensor]) -> Any:
-        try:
-            return flattened(self.parts[n].state_dict(), f"{self._prefix}.{n}", tensors)
-        except ValueError as error:
-            kind = type(self.parts[n]).__name__
-            raise ConfigError(f"{self._source}: the state of its {kind} holds {error}") from None
 
     def restore(self, tensors: dict[str, Tensor]) -> bool:
         """Returns whether the tensors have states of objects. Raises Mismatch if these are not of these objects."""
@@ -74,36 +63,24 @@ class StatefulObjects:
         return True
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a nested state."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(entry)
-
-
 def flattened(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested state as JSON; moves its tensors to `tensors`. Raises ValueError for a value that is neither."""
+    """Nested state as JSON; moves its tensors to `tensors`. Raises ConfigError for a value that is neither."""
     if isinstance(value, Tensor):
         name = f"{prefix}.{len(tensors)}"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        for key in value:
-            require_plain(key)
         return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
     if isinstance(value, list | tuple):
         kind = "tuple" if type(value) is tuple else "list"
         return {kind: [flattened(entry, prefix, tensors) for entry in value]}
-    require_plain(value)
-    return {"value": value}
-
-
-def require_plain(value: Any) -> None:
-    if value is not None and not isinstance(value, bool | int | float | str):
-        raise ValueError(f"a {type(value).__name__}, which a checkpoint cannot; it takes tensors, numbers and text")
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    raise ConfigError(
+        f"the state of an object holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, numbers "
+        "and text"
+    )
 
 
 def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:

@@ -215,7 +215,7 @@ class ResultFiles:
             self._losses = array("f", tensors["losses"].numpy().tobytes())
             self._write(self._losses.tobytes())
         if "skipped" in tensors:
-            self.skipped = array("q", tensors["skipped"].tolist())
+            self.skipped[:] = array("q", tensors["skipped"].tolist())
         self.restore_evaluations(tensors)
 
     def restore_evaluations(self, tensors: dict[str, torch.Tensor]) -> None:

@@ -146,7 +146,7 @@ class TrainerAttempt:
 
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
             runner = self._runner(group, records, welcome.num_dense, clock, stop)
-            runner.dense_step.skipped = lambda train_step: self._results.skipped.append(train_step)
+            runner.dense_step.skipped = self._results.skipped
             if run.errand.mode == "train":
                 require_same_states(group, runner.tried)
             return runner, runner

@@ -312,27 +312,19 @@ def meet_together(
     return welcome if all_start(group, start_of(welcome, machine), timeout_s, leaves) else None
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank's model and training objects begin with, or why they cannot be saved."""
-
-    checksums: dict[str, str] = {}  # by name
-    failure: str = ""
-
-
 def require_same_states(group: Group, tried: Callable[[], dict[str, str]]) -> None:
     """Calls `tried` on all ranks, before the first step. Raises ConfigError, the same on every rank, for the first
     error, and for the first state that another rank does not begin with."""
     try:
-        own = Tried(checksums=tried())
+        own = tried()
     except RowcastError as error:
-        own = Tried(failure=str(error))
-    of_all = [decoded(content, Tried) for content in group.gather(msgspec.json.encode(own))]
-    for rank, found in enumerate(of_all):
-        if found.failure:
-            raise ConfigError(found.failure)
-        first, others = of_all[0].checksums, found.checksums
-        for name in {**first, **others}:
-            if first.get(name) != others.get(name):
+        own = {"": str(error)}
+    first, *others = [decoded(content, dict[str, str]) for content in group.gather(msgspec.json.encode(own))]
+    for rank, found in enumerate([first, *others]):
+        if "" in found:
+            raise ConfigError(found[""])
+        for name in {**first, **found}:
+            if first.get(name) != found.get(name):
                 raise ConfigError(
                     f"{name} begins with another state on rank {rank} than on rank 0; let it depend on the job and "
                     "on torch's random numbers, which are seeded, and on nothing of a process or host"
