@@ -17,10 +17,11 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class ScriptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     columns: tuple[Columns, ...]  # of its records, from the left
-    # of the steps that are known at the start; they divide the capacity
+    # of the first `num_steps` steps; they divide the capacity
     largest_rows: int  # distinct rows of the largest step
     distinct_rows: int  # of all of them together
 
 
 class ScriptSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    num_steps: int  # that are known at the start
     tables: tuple[ScriptTable, ...]  # in the order of the job

@@ -11,7 +11,7 @@ from benchmarks.training.recorded import recorded_plans
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
@@ -55,7 +55,7 @@ def test_an_examples_staging_is_smaller_than_its_cache_and_holds_what_a_plan_mov
 ) -> None:
     job = load_job(EXAMPLES / f"{name}.toml", changes)
     groups, batches = group_specs(job), first_batches(job)
-    slots = job_slots(job, groups, batches)
+    slots = slots_of(job, groups, measure(groups, batches))
     own = sizes(job, groups, batches, job.lookahead.depth)
     assert 2 * own.staging_bytes < sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True)) / 2
     plans = list(recorded_plans(job, batches, slots))
@@ -146,10 +146,11 @@ def test_a_memory_tier_counts_the_whole_cache_lines_of_its_rows() -> None:
         model={"kind": "dlrm", "bottom_mlp": [132], "top_mlp": [1]},
     )
     groups, measured = group_specs(job), first_batches(job)
-    slots, rows = job_levels(job, groups, measured, (2000,))
-    [in_memory] = tier_rows(job, groups, measured, rows)
+    touched, of_rings = measure(groups, measured), sizes(job, groups, measured, job.lookahead.depth)
+    slots, rows = job_levels(job, groups, touched, (2000,), lambda: of_rings)
+    [in_memory] = tier_rows(job, groups, touched, rows)
     assert groups[0].record_bytes == 528
     assert in_memory < groups[0].num_rows
-    parts = sum(tier_parts(job, groups, measured, slots).values())
+    parts = sum(tier_parts(job, groups, slots, of_rings.ring_bytes).values())
     taken = parts + in_memory * (576 + SLOT_BYTES) + planner_bytes(in_memory, 0, 1)
     assert 0 <= 960 * 2**20 - taken < 2**17

@@ -6,6 +6,7 @@ so the mean over that many consecutive steps counts: a stretch that reads longer
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.planner.planner import Slots, job_planner
-from rowcast.prefetcher.run.sizing import job_levels
+from rowcast.prefetcher.run.sizing import job_levels, sizes
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import ConfigError
@@ -98,9 +99,10 @@ class TierTrials:
 
     def _tier_slots(self, memory: str | int) -> Slots | None:
         """The rows of each group that this memory holds; None if it is too small for a run."""
-        job = with_memory(self._job, memory)
+        job, own = with_memory(self._job, memory), self._observed
+        rings = partial(sizes, job, own.groups, own.measured, job.lookahead.depth, own.rank)
         try:
-            return job_levels(job, self._observed.groups, self._observed.measured, self._slots, self._observed.rank)[1]
+            return job_levels(job, own.groups, own.touched, self._slots, rings)[1]
         except ConfigError:
             return None
 

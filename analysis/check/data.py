@@ -249,6 +249,7 @@ class Seen:
     def touched(self) -> Touched:
         """The rows that the first batches touch, on the rank that owns most of them."""
         return Touched(
+            num_batches=self.of_ranks[0].num_batches,
             largest_batch_rows=tuple(map(max, zip(*(own.largest_batch_rows for own in self.of_ranks), strict=True))),
             distinct_rows=tuple(map(max, zip(*(own.distinct_rows for own in self.of_ranks), strict=True))),
         )

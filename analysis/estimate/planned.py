@@ -24,7 +24,7 @@ from rowcast.analysis.estimate.pipeline import KernelCall, Planned, PlannedPiece
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.reader import can_share, open_reader
@@ -54,9 +54,8 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
     measured = list(islice(batches, MEASURED_BATCHES))
     job = placed(job, None, partial(counted, job, measured))
     groups, rank = group_specs(job), rank_of(job.ranks, 0)
-    slots = job_slots(job, groups, measured, rank)
-    own = sizes(job, groups, measured, job.lookahead.depth, rank)
-    levels = job_levels(job, groups, measured, slots, rank)
+    touched, own = measure(groups, measured, rank), sizes(job, groups, measured, job.lookahead.depth, rank)
+    levels = job_levels(job, groups, touched, slots_of(job, groups, touched), lambda: own)
     planner = job_planner(job, groups, levels, measured, num_threads=stage_threads(job), rank=rank)
     num_decoders = job.prefetcher.workers if can_share(job) else 1
     wiring = Wiring(

@@ -11,6 +11,7 @@ step are those that a run would report, if a run can have the policy.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 
 from rowcast.analysis.progress import AnalysisProgress
@@ -22,9 +23,9 @@ from rowcast.analysis.simulate.results import Simulation, make_result, outline
 from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.planner import Slots
-from rowcast.prefetcher.run.sizing import job_levels
+from rowcast.prefetcher.run.sizing import job_levels, sizes
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.errors import ConfigError
 
@@ -60,7 +61,8 @@ def simulated(
     scanned: Scan | None = None
     for own, of_own in settings_of_jobs(job, grid):
         try:
-            levels = job_levels(own, groups, measured, job_slots(own, groups, measured))
+            touched, rings = measure(groups, measured), partial(sizes, own, groups, measured, own.lookahead.depth)
+            levels = job_levels(own, groups, touched, slots_of(own, groups, touched), rings)
             if scanned is None:
                 scanned = scan(groups, chain(measured, left), progress.begin("reading the data", None))
             bound = moved(scanned, bound_setting(of_own[0].job), levels, measured, progress)

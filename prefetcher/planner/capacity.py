@@ -27,6 +27,7 @@ TOUCHES = f"a batch among the first {MEASURED_BATCHES} touches"
 class Touched:
     """The rows that the first batches touch, by group."""
 
+    num_batches: int
     largest_batch_rows: tuple[int, ...]  # distinct rows of the largest batch
     distinct_rows: tuple[int, ...]  # distinct rows of all these batches together
 
@@ -55,7 +56,9 @@ def touched_by(
         every = np.sort(np.concatenate(keys or [NO_ROWS]), kind="stable")  # merges; numpy's unique is slower
         num_distinct = int(np.count_nonzero(np.diff(every, prepend=-1)))
         counts.append(num_distinct or -(-untouched_share(group, batches) // num_shards))
-    return Touched(largest_batch_rows=tuple(largest), distinct_rows=tuple(counts))
+    return Touched(
+        num_batches=min(len(batches), MEASURED_BATCHES), largest_batch_rows=tuple(largest), distinct_rows=tuple(counts)
+    )
 
 
 def untouched_share(group: GroupSpec, batches: Sequence[Scheduled[Lookups]]) -> int:
@@ -64,16 +67,9 @@ def untouched_share(group: GroupSpec, batches: Sequence[Scheduled[Lookups]]) -> 
     return min(group.num_rows, group.num_features * largest)
 
 
-def job_slots(
-    job: Job, groups: tuple[GroupSpec, ...], batches: Sequence[Scheduled[Lookups]], rank: Rank = UNDIVIDED
-) -> tuple[int, ...]:
-    """Computes the slots of each group in a run of the job, on the device of `rank`. `groups` are all groups of the
-    job. Raises ConfigError."""
-    return slots_of(job, groups, measure(groups, batches, rank))
-
-
 def slots_of(job: Job, groups: tuple[GroupSpec, ...], touched: Touched) -> tuple[int, ...]:
-    """Like `job_slots`, from the rows that the first batches touch."""
+    """Computes the slots of each group in a run of the job. `groups` are all groups of the job; `touched`: by the first
+    batches, on a rank. Raises ConfigError."""
     rows = job.cache.capacity_rows
     nbytes = None if rows is not None else parse_bytes(job.cache.capacity)
     fixed = {

@@ -39,7 +39,7 @@ from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of, train_steps_of
-from rowcast.prefetcher.run.sizing import stage_threads, tier_rows
+from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.run.start import Decisions, check_continues, data_checksums, decide, placed, training_data
 from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables, checksum_of
@@ -218,8 +218,8 @@ class PrefetcherAttempt:
         run = self._run
         start = decide(self._job, run.groups, batches, run.rank)
         rings = connection.open_rings(start.sizes.ring_bytes)
-        for in_memory in start.levels[1:]:
-            run.tables.begin(tier_rows(self._job, run.groups, batches, in_memory, run.rank))
+        for in_memory in start.memory_rows:
+            run.tables.begin(in_memory)
         planner = self._planner(start, batches)
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(

@@ -14,6 +14,7 @@ import numpy as np
 
 from rowcast.job.file import load_own_job
 from rowcast.job.schema import Job
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs, table_specs
 from rowcast.prefetcher.checkpoints.snapshot import NoCheckpoints
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
@@ -24,7 +25,15 @@ from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
 from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.run.connection import Connection
-from rowcast.prefetcher.run.sizing import Typical, automatic_ring_bytes, stage_threads, staging_bytes
+from rowcast.prefetcher.run.sizing import (
+    Sizes,
+    Typical,
+    automatic_ring_bytes,
+    job_levels,
+    stage_threads,
+    staging_bytes,
+    tier_rows,
+)
 from rowcast.prefetcher.run.tables import LEAST_ROWS
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore
@@ -99,7 +108,7 @@ def serve(job: Job, signals: Signals) -> None:
         try:
             connection.open()
             connection.watch(lambda: ids.counters.batches)
-            warm_up(tiers_in=None)
+            warm_up(tiers_in=job.table_folder if isinstance(job.store, StoreWithTier) else None)
             stores = [ScriptStore(open_row_store(job, group), group, setup.tables) for group in groups]
             pool = ThreadPool(stage_threads(job), name="rows", least=LEAST_ROWS)
             for store in stores:
@@ -128,10 +137,19 @@ def make_engine(
         tuple(max(1, sum(getattr(setup.tables[table.index], rows) for table in group.tables)) for group in groups)
         for rows in ("largest_rows", "distinct_rows")
     )
-    slots = slots_of(job, groups, Touched(largest_batch_rows=largest, distinct_rows=distinct))
+    touched = Touched(num_batches=setup.num_steps, largest_batch_rows=largest, distinct_rows=distinct)
+    slots = slots_of(job, groups, touched)
     rows_bytes = sum(rows * group.record_bytes for rows, group in zip(largest, groups, strict=True))
     typical = Typical(rows=rows_bytes, arrays=ARRAY_BYTES * sum(largest))
     ring_bytes = automatic_ring_bytes(typical, depth, pairs=1)
+    own = Sizes(ring_bytes=ring_bytes, staging_bytes=staging_bytes(rows_bytes, ring_bytes))
+    try:
+        levels = job_levels(job, groups, touched, slots, lambda: own)
+    except ConfigError as error:
+        raise ConfigError(f"adopt(memory=...) is too small for the steps that are known: {error}") from None
+    for in_memory in levels[1:]:
+        for store, rows in zip(stores, tier_rows(job, groups, touched, in_memory), strict=True):
+            store.store.begin(rows)
     rings = connection.open_rings(ring_bytes)
     welcome = Welcome(
         protocol_version=PROTOCOL_VERSION,
@@ -143,7 +161,7 @@ def make_engine(
         depth=depth,
         fetch_ring=rings.specs[0],
         back_ring=rings.specs[1],
-        staging_bytes=staging_bytes(rows_bytes, ring_bytes),
+        staging_bytes=own.staging_bytes,
         train_steps=None,
         first_train_step=0,
         restore_bytes=0,
@@ -152,7 +170,7 @@ def make_engine(
         job=job,
         welcome=welcome,
         source=Source(ids, None),
-        planner=job_planner(job, groups, (slots,), (), num_threads=stage_threads(job)),
+        planner=job_planner(job, groups, levels, (), num_threads=stage_threads(job)),
         links=NoLinks(),
         expected=(),
         stores=stores,

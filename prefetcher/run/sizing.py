@@ -12,7 +12,7 @@ wait to leave until all rows of their step are home (`tier_reserve`).
 """
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec, aligned, batch_features
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.capacity import hand_out, measure
+from rowcast.prefetcher.planner.capacity import Touched, hand_out, measure
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.grouping import JointGrouper
@@ -205,23 +205,23 @@ def check_shared_memory(ring_bytes: int) -> None:
 
 
 def job_levels(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], slots: Slots, rank: Rank = UNDIVIDED
+    job: Job, groups: tuple[GroupSpec, ...], touched: Touched, slots: Slots, sizes: Callable[[], Sizes]
 ) -> tuple[Slots, ...]:
-    """The slots of each level that the planner plans in a run of the job: `slots` on the device of `rank`, and the rows
-    in memory of a store with a memory tier.
+    """The slots of each level that the planner plans in a run of the job: `slots` on the device, and the rows in memory
+    of a store with a memory tier.
 
-    `measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError if store.memory is too small."""
+    `touched`: by the first batches. `sizes`: called where rings share the memory. Raises ConfigError if
+    store.memory is too small."""
     store = job.store
     if not isinstance(store, StoreWithTier):
         return (slots,)
     if store.memory_rows is not None:
         return slots, rows_alone(store.memory_rows, groups, slots)
-    reserve = tier_reserve(job, groups, measured, rank)
-    touched = measure(groups, measured, rank)
+    reserve = tier_reserve(job, touched)
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
     budget = parse_bytes(store.memory)
-    parts = tier_parts(job, groups, measured, slots, rank)
+    parts = tier_parts(job, groups, slots, sizes().ring_bytes)
     rest_bytes = budget - sum(parts.values())
     costs = [stored_bytes(group.record_bytes) + SLOT_BYTES for group in groups]
     least = [min(n + spare, limit) for n, spare, limit in zip(slots, reserve, limits, strict=True)]
@@ -260,40 +260,26 @@ def rows_alone(rows: int, groups: Sequence[GroupSpec], slots: Sequence[int]) -> 
     return tuple(min(rows, group.num_rows, MOST_SLOTS) for group in groups)
 
 
-def tier_reserve(
-    job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank = UNDIVIDED
-) -> tuple[int, ...]:
+def tier_reserve(job: Job, touched: Touched) -> tuple[int, ...]:
     """Returns the rows of each group that may wait to leave: those of all typical plans that can be in flight."""
-    touched, under_way = measure(groups, measured, rank), (3 * job.lookahead.depth + 4) * job.bundle
-    return tuple(under_way * max(1, -(-rows // max(1, len(measured)))) for rows in touched.distinct_rows)
+    under_way = (3 * job.lookahead.depth + 4) * job.bundle
+    return tuple(under_way * max(1, -(-rows // max(1, touched.num_batches))) for rows in touched.distinct_rows)
 
 
-def tier_rows(
-    job: Job,
-    groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledBatch],
-    tier_slots: Sequence[int],
-    rank: Rank = UNDIVIDED,
-) -> tuple[int, ...]:
+def tier_rows(job: Job, groups: tuple[GroupSpec, ...], touched: Touched, tier_slots: Sequence[int]) -> tuple[int, ...]:
     """Returns the rows of each group that fit into memory, including those that wait to leave."""
-    reserve = tier_reserve(job, groups, measured, rank)
+    reserve = tier_reserve(job, touched)
     return tuple(
         min(n + spare, group.num_rows, MOST_SLOTS) for n, spare, group in zip(tier_slots, reserve, groups, strict=True)
     )
 
 
-def tier_parts(
-    job: Job,
-    groups: tuple[GroupSpec, ...],
-    measured: Sequence[ScheduledBatch],
-    slots: Sequence[int],
-    rank: Rank = UNDIVIDED,
-) -> dict[str, int]:
+def tier_parts(job: Job, groups: tuple[GroupSpec, ...], slots: Sequence[int], ring_bytes: int) -> dict[str, int]:
     """Returns the memory used beside the tier's rows, in bytes."""
     index_rows = sum(share.num_rows for share in disk_shares(job, groups))
     return {
         "the process": PROCESS_BYTES,
-        "rings": 2 * sizes(job, groups, measured, job.lookahead.depth, rank).ring_bytes,
+        "rings": 2 * ring_bytes,
         "ids known ahead": parse_bytes(job.lookahead.id_bytes),
         "the plans of the device": sum(planner_bytes(n, 0, ONE_PART) for n in slots),
         "rows written over during a checkpoint": parse_bytes(job.checkpoint.memory),

@@ -9,12 +9,12 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, cuts, with_placements
 from rowcast.job.training_identity import check_belongs
 from rowcast.prefetcher.pipeline.batch_checksums import check_first, file_checksums
-from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.planner.placement import Traffic, chosen
 from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.readers.file_samples import sampled
 from rowcast.prefetcher.readers.source import SourceInfo
-from rowcast.prefetcher.run.sizing import Sizes, job_levels, sizes
+from rowcast.prefetcher.run.sizing import Sizes, job_levels, sizes, tier_rows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import Rank, belonging
 from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3, TrainingData
@@ -27,17 +27,22 @@ class Decisions:
 
     slots: Slots  # of each group, on the device
     levels: tuple[Slots, ...]  # from the device down: the rows of a memory tier too
+    memory_rows: tuple[Slots, ...]  # of each level below the device: those and the ones that wait to leave
     sizes: Sizes
 
 
 def decide(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank) -> Decisions:
     """`measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError where cache, memory tier or rings
     do not fit."""
-    slots = job_slots(job, groups, measured, rank)
+    touched = measure(groups, measured, rank)
+    slots = slots_of(job, groups, touched)
+    of_rings = sizes(job, groups, measured, job.lookahead.depth, rank)
+    levels = job_levels(job, groups, touched, slots, lambda: of_rings)
     return Decisions(
         slots=slots,
-        levels=job_levels(job, groups, measured, slots, rank),
-        sizes=sizes(job, groups, measured, job.lookahead.depth, rank),
+        levels=levels,
+        memory_rows=tuple(tier_rows(job, groups, touched, in_memory) for in_memory in levels[1:]),
+        sizes=of_rings,
     )
 
 

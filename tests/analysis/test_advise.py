@@ -47,7 +47,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import PASSWORD
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
@@ -373,7 +373,11 @@ def test_the_recommended_sections_train_with_the_rows_that_were_counted() -> Non
     assert chosen.cache.capacity == advice.recommended.capacity
     batches = list(schedule(chosen, open_reader(chosen)))
     run = InProcessRun(
-        chosen, batches, Settings(slots=job_slots(chosen, group_specs(chosen), batches), seeded_streams=False)
+        chosen,
+        batches,
+        Settings(
+            slots=slots_of(chosen, group_specs(chosen), measure(group_specs(chosen), batches)), seeded_streams=False
+        ),
     ).run()
     assert run.prefetcher.planner.counters.rows_fetched == advice.recommended.predicted.traffic.rows_fetched
     assert len(run.results.losses) == advice.read.steps == 12

@@ -16,7 +16,7 @@ from rowcast.analysis.simulate.results import Simulation, StepArrays
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import job_slots
+from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.stores.store import StoreCounts
@@ -79,7 +79,7 @@ WAYS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_every_step_moves_what_a_run_moves(bags: Bags, way: dict[str, Any]) -> None:
     job, batches = workload(bags, **way)
-    slots = job_slots(job, group_specs(job), batches[:32])
+    slots = slots_of(job, group_specs(job), measure(group_specs(job), batches[:32]))
     run = InProcessRun(job, batches, Settings(slots=slots, seed=1, seeded_streams=False)).run()
     (result,) = simulated(job, batches)
     steps, totals = arrays(result), run.trainer.counters.total
@@ -124,7 +124,7 @@ def tier_of_run(
 ) -> tuple[TierMoves, InProcessRun, list[StoreCounts]]:
     """What is simulated with a tier of `factor` times the device's slots, a run with it, and its stores' counts."""
     groups = group_specs(job)
-    slots = job_slots(job, groups, batches[:32])
+    slots = slots_of(job, groups, measure(groups, batches[:32]))
     tier = tuple(int(factor * n) for n in slots)
     settings = Settings(slots=slots, tier_slots=tier, tier_reserve=2000, seed=seed, seeded_streams=False)
     run = InProcessRun(job, batches, settings).run()
@@ -266,7 +266,7 @@ def test_every_step_in_every_order_moves_what_a_run_in_it_moves(shuffle: str) ->
     )
     job = with_values(job, {"cache": {"capacity": "60KB"}})
     batches = list(schedule(job, open_reader(job)))
-    slots = job_slots(job, group_specs(job), batches[:32])
+    slots = slots_of(job, group_specs(job), measure(group_specs(job), batches[:32]))
     run = InProcessRun(job, batches, Settings(slots=slots, seed=1, seeded_streams=False)).run()
     results = simulate(job, Grid(shuffles=ORDERS), lambda own: schedule(own, open_reader(own)), per_step=True)
     assert [result.shuffle for result in results] == list(ORDERS)

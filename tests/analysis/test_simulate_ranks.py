@@ -16,7 +16,7 @@ from rowcast.analysis.simulate.ranks_results import RanksSimulation, step_exchan
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import job_slots, measure
+from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
 from rowcast.prefetcher.planner.planner import groupers_of
@@ -73,7 +73,9 @@ def simulated(job: Job, batches: Sequence[ScheduledBatch]) -> RanksSimulation:
 def test_each_step_exchanges_and_moves_what_a_run_of_as_many_ranks_does(bags: Bags, way: int) -> None:
     count, parts, sections = WAYS[way]
     job, batches = workload(bags, count, parts, **dict(sections))
-    slots = job_slots(job, group_specs(job), batches, Rank(number=0, count=count, parts=parts))
+    slots = slots_of(
+        job, group_specs(job), measure(group_specs(job), batches, Rank(number=0, count=count, parts=parts))
+    )
     assert_equal_counts(job, batches, Settings(slots=slots, seed=way))
 
 
@@ -193,7 +195,9 @@ def test_the_slots_of_each_rank_are_those_of_a_run() -> None:
     job = small_job("adagrad", "multi", cache={"capacity": "20KB"}, ranks={"count": 4})
     groups, batches = group_specs(job), small_batches(job, "multi")
     keys = measured_keys(groupers_of(groups), batches)
-    expected = [job_slots(job, groups, batches, Rank(number=number, count=4, parts=4)) for number in range(4)]
+    expected = [
+        slots_of(job, groups, measure(groups, batches, Rank(number=number, count=4, parts=4))) for number in range(4)
+    ]
     assert owners_slots(job, groups, keys, batches) == expected
     assert len(set(expected)) > 1
 

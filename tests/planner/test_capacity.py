@@ -11,9 +11,9 @@ from rowcast.prefetcher.planner.capacity import (
     Touched,
     check_trackable,
     divide_capacity,
-    job_slots,
     known_rows,
     measure,
+    slots_of,
 )
 from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.planner import RowPlanner
@@ -42,7 +42,7 @@ def groups_of(*rows_and_dims: tuple[int, int]) -> tuple[GroupSpec, ...]:
 
 def touched(*largest_and_distinct: tuple[int, int]) -> Touched:
     largest, distinct = zip(*largest_and_distinct, strict=True)
-    return Touched(largest_batch_rows=largest, distinct_rows=distinct)
+    return Touched(num_batches=6, largest_batch_rows=largest, distinct_rows=distinct)
 
 
 def test_measuring_counts_the_largest_batch_and_all_distinct_rows() -> None:
@@ -58,11 +58,11 @@ def test_measuring_counts_the_largest_batch_and_all_distinct_rows() -> None:
 
 def test_measuring_stops_after_32_batches() -> None:
     trace = single_hot_trace([[i] for i in range(40)])
-    assert measure(one_group(100), trace) == Touched(largest_batch_rows=(1,), distinct_rows=(32,))
+    assert measure(one_group(100), trace) == Touched(num_batches=32, largest_batch_rows=(1,), distinct_rows=(32,))
 
 
 def test_a_group_that_nothing_touched_is_expected_to_need_a_row_a_bag() -> None:
-    assert measure(one_group(100), []) == Touched(largest_batch_rows=(1,), distinct_rows=(1,))
+    assert measure(one_group(100), []) == Touched(num_batches=0, largest_batch_rows=(1,), distinct_rows=(1,))
 
 
 def test_one_group_takes_the_whole_capacity_up_to_its_rows() -> None:
@@ -121,9 +121,9 @@ def test_a_job_whose_capacity_gives_too_many_slots_is_refused_as_it_is_divided()
     tables = [jobs.table("t", 2**40, 16, "cat_0")]
     job = jobs.job(tables=tables, cache={"capacity": "100GiB"})
     with pytest.raises(ConfigError, match=facts("fp32_d16_sgd", "1677721600 slots")):
-        job_slots(job, group_specs(job), [])
+        slots_of(job, group_specs(job), measure(group_specs(job), []))
     job = jobs.job(tables=tables, cache={"capacity": "10GiB"})
-    assert job_slots(job, group_specs(job), []) == (10 * 2**30 // 64,)
+    assert slots_of(job, group_specs(job), measure(group_specs(job), [])) == (10 * 2**30 // 64,)
 
 
 def test_a_batch_beyond_what_can_be_tracked_is_refused_and_changes_nothing() -> None:
@@ -202,7 +202,7 @@ def test_a_jobs_slots_follow_its_capacity_and_the_shares_that_it_names() -> None
         ({"capacity": "1GiB", "groups": {"fp32_d8_sgd": "1GiB"}}, (2400, 400)),
     ):
         job = small_job("sgd", cache=cache)
-        assert job_slots(job, group_specs(job), small_batches(job, "single")) == expected
+        assert slots_of(job, group_specs(job), measure(group_specs(job), small_batches(job, "single"))) == expected
 
 
 BAD_SHARES: dict[str, tuple[dict[str, str], str]] = {
@@ -268,6 +268,6 @@ def test_a_batch_of_which_a_rank_owns_a_part_fits_a_cache_that_is_too_small_for_
     )
     job = small_job("adagrad", "single", cache={"capacity": least - 16})
     with pytest.raises(ConfigError, match="too small"):
-        job_slots(job, groups, batches)
-    slots = job_slots(job, groups, batches, Rank(number=1, count=2, parts=2))
+        slots_of(job, groups, measure(groups, batches))
+    slots = slots_of(job, groups, measure(groups, batches, Rank(number=1, count=2, parts=2)))
     assert sum(n * group.record_bytes for n, group in zip(slots, groups, strict=True)) <= least - 16

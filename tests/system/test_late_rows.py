@@ -1,16 +1,17 @@
 """What a plan needs is in memory in time, however late rows come home, while most rows are cold."""
 
 from collections import deque
+from functools import partial
 
 import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, job_slots
+from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.sizing import job_levels, tier_rows
+from rowcast.prefetcher.run.sizing import job_levels, sizes, tier_rows
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.plan import StepPlan
@@ -34,11 +35,12 @@ def trained(memory_rows: int, *, with_reserve: bool) -> TieredStore:
     groups, depth = group_specs(job), job.lookahead.depth
     batches = list(schedule(job, open_reader(job), None))
     measured = batches[:MEASURED_BATCHES]
-    slots = job_slots(job, groups, measured)
-    levels = job_levels(job, groups, measured, slots)
+    touched = measure(groups, measured)
+    slots = slots_of(job, groups, touched)
+    levels = job_levels(job, groups, touched, slots, partial(sizes, job, groups, measured, depth))
     assert levels == (slots, (memory_rows,))
     planner = job_planner(job, groups, levels, measured)
-    [num_rows] = tier_rows(job, groups, measured, levels[1]) if with_reserve else levels[1]
+    [num_rows] = tier_rows(job, groups, touched, levels[1]) if with_reserve else levels[1]
     store = tiered(groups[0], num_rows)
     plans: deque[StepPlan] = deque()
     while planner.wants_batch or planner.ready():

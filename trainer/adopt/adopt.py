@@ -26,7 +26,7 @@ from rowcast.runtime.errors import ConfigError, listed, nearest
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import script_optimizer  # noqa: F401 - it follows the script's optimizers from here on
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.adoption import STATES, Adoption, Capacity
+from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, store_of
 from rowcast.trainer.adopt.given_ids import LookedUp, given_by
 from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
 from rowcast.trainer.adopt.rows import Home
@@ -38,16 +38,23 @@ KINDS: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep: Collection[str] = ()) -> Model:
+def adopt(
+    model: Model,
+    capacity: str | int,
+    tables: Collection[str] = (),
+    keep: Collection[str] = (),
+    memory: str | int = ALL,
+) -> Model:
     """Adopts the weights of nn.Embedding and nn.EmbeddingBag that do not fit on the device. Returns the model.
 
     capacity: memory of the device for tables: "8GiB", or "20000 rows" of all tables together. tables: names of other
     parameters [V, D] that are tables, as `named_parameters` has them. keep: names of tables that stay ordinary; they
-    count for nothing. A table that is adopted already stays so.
+    count for nothing. memory: of the host for the prefetcher, such as "4GiB"; trained rows that it cannot hold are kept
+    in files of the script's temporary folder. A table that is adopted already stays so.
 
     Raises ConfigError for names that the model lacks, a table that is not float32, and a model within
     DistributedDataParallel."""
-    room = Capacity.of(capacity)
+    room, store = Capacity.of(capacity), store_of(memory)
     if any(isinstance(own, DistributedDataParallel) for own in model.modules()):
         raise ConfigError(
             "the model is within DistributedDataParallel, which reduces gradients that adopted tables do not have; "
@@ -59,7 +66,7 @@ def adopt(model: Model, capacity: str | int, tables: Collection[str] = (), keep:
     for name in chosen:
         refuse_other_kinds(name, found[name])
     if chosen:
-        of_process = doors(room, room.left_by(own for name, own in found.items() if name not in chosen))
+        of_process = doors(room, room.left_by(own for name, own in found.items() if name not in chosen), store)
         for name in chosen:
             of_process.add(name, found[name])
         for module in model.modules():
@@ -141,10 +148,10 @@ def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], r
 class Doors:
     """The adopted tables of this process, which share one engine."""
 
-    def __init__(self, room: Capacity, left: Capacity) -> None:
+    def __init__(self, room: Capacity, left: Capacity, store: Mapping[str, Any]) -> None:
         """left: by the tables that stay ordinary."""
-        self.room = room
-        self.engine = Adoption(left)
+        self.room, self.store = room, store
+        self.engine = Adoption(left, store)
         self.reading = ReadAhead(DEPTH, self.engine)
         self.reading.open()
         self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
@@ -201,18 +208,22 @@ _doors: list[Doors] = []  # none or one
 _parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()  # of models, by name
 
 
-def doors(room: Capacity, left: Capacity) -> Doors:
+def doors(room: Capacity, left: Capacity, store: Mapping[str, Any]) -> Doors:
     if _doors and not _doors[0].is_alive():
         dropped = _doors.pop()
         dropped.report()
         dropped.reading.close()
     if not _doors:
-        _doors.append(Doors(room, left))
-    if _doors[0].room != room:
-        raise ConfigError(
-            f"this process has adopted {listed(list(_doors[0].tables))} with capacity={_doors[0].room.text!r}, and all "
-            f"models share it: give this one the same instead of {room.text!r}, or drop the other and call gc.collect()"
-        )
+        _doors.append(Doors(room, left, store))
+    for name, shared, given in (
+        ("capacity", _doors[0].room.text, room.text),
+        ("memory", _doors[0].store.get("memory", ALL), store.get("memory", ALL)),
+    ):
+        if shared != given:
+            raise ConfigError(
+                f"this process has adopted {listed(list(_doors[0].tables))} with {name}={shared!r}, and all models "
+                f"share it: give this one the same instead of {given!r}, or drop the other and call gc.collect()"
+            )
     return _doors[0]
 
 

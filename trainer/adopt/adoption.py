@@ -11,7 +11,7 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +43,8 @@ DEPTH, HORIZON = 4, 8  # steps; together below those that are read ahead
 MEASURED_STEPS = 32
 MOST_STOPPED = "720h"  # of a script that Ctrl-Z has stopped, or a busy host: the end of either process is seen at once
 LOCK = "adopted.lock"
+ALL = "all"  # of the memory that trained rows need
+IDS_BYTES = 2**24  # of the steps that are read ahead, in `memory`
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,9 @@ class EngineRows:
 class Adoption:
     """Implements `read_ahead.Sink`. The script's thread calls it."""
 
-    def __init__(self, capacity: Capacity) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: Capacity, store: Mapping[str, Any]) -> None:
+        """`store`: that of trained rows, as in a job file."""
+        self.capacity, self._store = capacity, store
         self.folder, self._lock = own_folder()
         self.num_starts = self.steps_replayed = 0
         self._pid = os.getpid()
@@ -154,10 +157,10 @@ class Adoption:
     def _start(self, homes: list[Home]) -> None:
         self.num_starts += 1
         tables = tuple(self._table(home) for home in homes)
-        content = job_of(homes, room_bytes(homes, self.capacity, tables), self._device, self.folder)
+        content = job_of(homes, room_bytes(homes, self.capacity, tables), self._store, self._device, self.folder)
         job, job_file = parse_job(content, JOB_FILE), self.folder / JOB_FILE
         job_file.write_bytes(msgspec.json.encode(content))
-        setup = ScriptSetup(tables=tables)
+        setup = ScriptSetup(num_steps=min(len(self._coming), MEASURED_STEPS), tables=tables)
         (self.folder / SETUP).write_bytes(msgspec.json.encode(setup))
         self._process = process = ScriptProcess(job, job_file, self._device)
         engine = process.engine
@@ -238,7 +241,21 @@ def room_bytes(homes: list[Home], capacity: Capacity, tables: Sequence[ScriptTab
     return room
 
 
-def job_of(homes: list[Home], capacity: int, device: torch.device, folder: Path) -> dict[str, Any]:
+def store_of(memory: str | int) -> dict[str, Any]:
+    """Where trained rows are, as in a job file. `memory`: as in `adopt`. Raises ConfigError."""
+    if memory == ALL:
+        return {"kind": "memory"}
+    try:
+        if parse_rows(memory) is None:
+            parse_bytes(memory)
+    except ValueError as error:
+        raise ConfigError(f"adopt(memory={memory!r}): {error}") from None
+    return {"kind": "tiered", "memory": memory}
+
+
+def job_of(
+    homes: list[Home], capacity: int, store: Mapping[str, Any], device: torch.device, folder: Path
+) -> dict[str, Any]:
     """The job file of an engine: each table's records are rows of one width, and a row optimizer never runs."""
     tables = [
         {
@@ -256,7 +273,9 @@ def job_of(homes: list[Home], capacity: int, device: torch.device, folder: Path)
         "model": {"kind": NO_MODEL},
         "optimizer": {"sparse": {"kind": "sgd", "lr": 0.0}, "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
-        "lookahead": {"depth": DEPTH, "horizon": HORIZON, "bundle": 1},
+        "store": store,
+        "checkpoint": {"every": 0, "memory": 1},  # there are none
+        "lookahead": {"depth": DEPTH, "horizon": HORIZON, "bundle": 1, "id_bytes": IDS_BYTES},
         "trainer": {"device": str(device)},
         "transport": dict.fromkeys(("connect_timeout", "silence_timeout", "stall_timeout"), MOST_STOPPED),
     }
