@@ -16,7 +16,7 @@ from rowcast.protocol.messages import AnyMessage, Failure, RingRef
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.link import Link, Payload
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.errors import Mismatch, RemoteProtocolError, RowcastError, peer_failure
+from rowcast.runtime.errors import Mismatch, RemoteProtocolError, peer_failure
 
 Handler = Callable[[Any], None]
 
@@ -28,7 +28,7 @@ class Conversation:
         self.session = session
         # called with the type of each message once its handler has run
         self.on_message: Callable[[type[AnyMessage]], None] = lambda kind: None
-        self._failure: RowcastError | None = None  # the peer's
+        self._failure: Failure | None = None  # the peer's
         self._link = link
         self._lock = threading.Lock()  # a message gets its sequence number and its turn on the link together
         self._handlers: dict[type[AnyMessage], Handler] = {}
@@ -65,7 +65,9 @@ class Conversation:
         Raises the peer's error once its Failure has arrived, so that every thread reports the same sentence."""
         with self._lock:
             if self._failure is not None:
-                raise self._failure
+                raise peer_failure(
+                    self._failure.code, self._failure.sentence
+                )  # its traceback holds the caller's objects
             frame = self.session.encode(message)
             ref = payload_ref(message)
             if self._outgoing is None or ref is None:
@@ -83,14 +85,14 @@ class Conversation:
             self._num_refused += 1
             raise
         if isinstance(message, Failure):
-            raise self._failure or peer_failure(message.code, message.sentence)
+            raise peer_failure(message.code, message.sentence)
         return True
 
     def _received(self, frame: bytes, payload: Payload) -> AnyMessage:
         with self._lock:
             message = self.session.decode(frame)
             if isinstance(message, Failure):
-                self._failure = peer_failure(message.code, message.sentence)
+                self._failure = message
         self._deposit(message, payload)
         handler = self._handlers.get(type(message))
         if handler is not None:

@@ -25,7 +25,7 @@ import rowcast
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
 from rowcast.runtime.children import Child
-from rowcast.runtime.errors import RowcastError
+from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.adopt import script_process
 from rowcast.trainer.adopt.adoption import ALL, job_of, store_of
 from rowcast.trainer.run.connection import Connection
@@ -33,6 +33,7 @@ from tests.adopt import saved_script
 from tests.support.facts import facts
 from tests.support.processes import MARK, ROOT, environment_of
 from tests.support.repeats import count
+from tests.support.small_disk import small_disk
 from tests.support.starter import Starter
 
 pytestmark = [
@@ -255,6 +256,35 @@ def test_more_rows_in_a_step_than_the_capacity_are_refused_with_both_numbers(eng
     with pytest.raises(RowcastError, match=r"looks up \d+ rows of .* capacity (has room for|leaves) [\d,]+"):
         train(model, optimizer, clicks())
     assert engines.remains() == []
+
+
+def test_rows_beyond_memory_that_fill_the_disk_end_the_script_with_a_sentence(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "small", 3 * 2**20) as folder:
+        monkeypatch.chdir(folder)
+        model: Any = nn.EmbeddingBag(20_000, 16)
+        rowcast.adopt(model, "400 rows", memory="1000 rows")
+        optimizer = optim.Adam(model.parameters())
+        batches = [(x, torch.zeros(10, 16)) for x in torch.randperm(20_000).view(-1, 10, 20)]
+        with pytest.raises(RowcastError, match=r"has no space for \d+ more bytes .*; free space there, or have"):
+            train(model, optimizer, rowcast.ahead(batches))
+        assert engines.children[0].ended_within(30), "it closes its files after it has said why"
+        assert engines.remains() == []
+        monkeypatch.chdir(tmp_path)
+
+
+def test_memory_that_cannot_hold_the_rows_of_the_device_is_refused(engines: Engines) -> None:
+    model, optimizer = plain_model()
+    model = rowcast.adopt(model, CAPACITY, memory="300MiB")
+    with pytest.raises(RowcastError, match=r"adopt\(memory=...\) is too small .* set \d+ bytes or more"):
+        train(model, optimizer, clicks())
+    with pytest.raises(ConfigError, match=r"adopt\(memory='4 GiBs'\): '4 GiBs' is not a size"):
+        rowcast.adopt(plain_model()[0], CAPACITY, memory="4 GiBs")
+    with pytest.raises(
+        ConfigError, match="with memory='300MiB', and all models share it: give this one the same instead"
+    ):
+        rowcast.adopt(plain_model()[0], CAPACITY)
 
 
 class Started:

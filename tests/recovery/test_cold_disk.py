@@ -19,7 +19,7 @@ from tests.support.small_disk import small_disk
 
 TRANSPORT = {"ring": "1MiB", "connect_timeout": "60s"}
 COLD: dict[str, Any] = {"store": TIERED, "lookahead": {"depth": 1}}  # few rows wait to leave, so most are cold
-RESTART = "then start again: the run continues from its newest checkpoint"
+RESTART = "then start again, from the newest checkpoint"
 DAMAGED, ERROR = 4, 1
 
 

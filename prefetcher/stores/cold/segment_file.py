@@ -57,7 +57,7 @@ BUFFER_BYTES = 2**20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 CHANCES, OWNER_SECONDS = 100, 0.05
-RESTART = "then start again: the run continues from its newest checkpoint"
+RESTART = "then start again, from the newest checkpoint"
 
 
 class SegmentFile:
@@ -373,8 +373,8 @@ class SegmentFile:
     def _unwritten(self, error: OSError, page: int, nbytes: int) -> RowcastError:
         if error.errno in NO_SPACE:
             return RowcastError(
-                f"{self._name} has no space for {nbytes} more bytes ({error.strerror}); free space there or set "
-                f"store.path to a larger disk, {RESTART}"
+                f"{self._name} has no space for {nbytes} more bytes ({error.strerror}); free space there, or have "
+                f"that folder on a larger disk (store.path of a job), {RESTART}"
             )
         return DataError(
             f"{self._name} cannot be written at page {page} ({error.strerror}); check that disk or set store.path to "

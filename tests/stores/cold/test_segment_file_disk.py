@@ -26,7 +26,7 @@ from tests.support.small_disk import small_disk
 
 ROWS = page_layout(80).num_rows  # rows of a page
 SEGMENT = 2 * ROWS
-RESTART = "then start again: the run continues from its newest checkpoint"
+RESTART = "then start again, from the newest checkpoint"
 
 
 @pytest.fixture
