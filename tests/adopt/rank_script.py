@@ -74,9 +74,6 @@ def main() -> None:
             act = wishes.get(f"{life}.{rank}.{batch.train_step}")
             if act == "leave out":
                 continue
-            if act == "skip":
-                loader.skip()
-                continue
             model.train(batch.kind == "train")
             with torch.set_grad_enabled(model.training):
                 logits = net(batch.dense_features, batch.sparse_features)

@@ -1,6 +1,7 @@
 """What a script does by mistake, or in a mode of its own, and the sentence or the same bits that it gets."""
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rowcast
 import rowcast.trainer.kernels.choose
 from rowcast.runtime.errors import ConfigError, Mismatch
 from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection
 from rowcast.trainer.adopt.connect.table_files import SCRIPT, run_prefetcher_command
-from tests.adopt.scripts import CONFIGS, Launches, Model, make, train_all, train_on
+from tests.adopt.scripts import CONFIGS, Launches, Model, copied, make, same, train_all, train_on
 from tests.support.facts import facts
 
 DATASET = "tests.adopt.clicks:train"
@@ -215,3 +217,52 @@ def test_validation_data_that_is_not_the_loaders_is_told_where_it_comes_from(tmp
         match=facts("no batch to look up", "validation", '"eval"', "evaluate=True"),
     ):
         model(torch.zeros(8, 2), None)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_look_up_is_exact_or_named(reentrant: bool, tmp_path: Path, launches: Launches) -> None:
+    model, optimizer = make(tmp_path / "plain")
+    with rowcast.connect(model.ebc, DATASET) as loader:
+        train_all(model, optimizer, loader)
+    end = copied(model.state_dict())
+
+    model, optimizer = make(tmp_path / "recomputed")
+    with rowcast.connect(model.ebc, DATASET) as loader:
+        for batch in loader:
+            dense = batch.dense_features.requires_grad_()
+            logits = checkpoint(model, dense, batch.sparse_features, use_reentrant=reentrant)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
+            optimizer.zero_grad()
+            if not reentrant:
+                with pytest.raises(RuntimeError, match=facts("checkpoint", "use_reentrant=True", "train step 0")):
+                    torch.autograd.backward(loss)
+                return
+            torch.autograd.backward(loss)
+            optimizer.step()
+    assert same(dict(model.state_dict()), end)
+
+
+@pytest.mark.parametrize("cast", [nn.Module.bfloat16, nn.Module.half, nn.Module.double], ids=["bf16", "fp16", "fp64"])
+def test_a_model_of_another_dtype_is_told_where_to_cast(cast: Any, tmp_path: Path) -> None:
+    model, _ = make(tmp_path)
+    with pytest.raises(RuntimeError, match=facts("fp32", "torch.autocast")):
+        cast(model)
+    assert model.float().to("cpu").ebc is model.ebc
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (torch.full((500, 4), 1e39, dtype=torch.float64), facts("wide", "row 0", "finite", "torch.float32")),
+        (torch.cat([torch.zeros(499, 4), torch.full((1, 4), math.nan)]), facts("wide", "row 499", "finite")),
+        (torch.zeros(500, 4, dtype=torch.float16) - math.inf, facts("wide", "row 0", "torch.float16")),
+        (torch.zeros(500, 4, dtype=torch.int8), facts("wide", "torch.int8", "floats")),
+        (torch.zeros(500, 4, dtype=torch.complex64), facts("wide", "torch.complex64", "floats")),
+    ],
+)
+def test_tables_that_would_not_be_kept_are_refused(value: Tensor, named: str, tmp_path: Path) -> None:
+    model, _ = make(tmp_path)
+    tables = {"embedding_bags.wide.weight": value, "embedding_bags.small.weight": torch.zeros(6, 4)}
+    with pytest.raises(ConfigError, match=named):
+        model.ebc.load_state_dict(tables)
+    assert model.ebc.shared.loaded is None

@@ -104,15 +104,11 @@ class Embeddings:
             zeros = [group.zeros(lookup) for group, lookup in zip(self._groups, pending.lookups, strict=True)]
             self.update(zeros, pending.lookups, pending.train_step)
 
-    def give_up(self) -> None:
-        """Expects no update any more: a later backward pass raises RuntimeError."""
+    def close(self) -> None:
+        """Releases records and look-ups. A later backward pass raises RuntimeError."""
         if self._awaits_backward is not None:
             self._awaits_backward.lookups = ()
         self._awaits_backward = None
-
-    def close(self) -> None:
-        """Releases records and look-ups. A later backward pass raises RuntimeError."""
-        self.give_up()
         self._groups, self._newest = [], ((), [])
 
     def update(self, pooled_grads: Sequence[Tensor], lookups: Sequence[GroupLookup], train_step: int) -> None:
@@ -121,8 +117,7 @@ class Embeddings:
             raise RuntimeError(CLOSED.format(train_step))
         if self._awaits_backward is None or self._awaits_backward.lookups is not lookups:
             raise RuntimeError(
-                f"the rows of train step {train_step} were already updated or left out; call backward() once for each "
-                "forward"
+                f"the rows of train step {train_step} were already updated; call backward() once for each forward"
             )
         self._awaits_backward = None
         self._lap("backward")

@@ -49,7 +49,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # train steps of this process: fewer if it continued from a checkpoint, more if it repeated some
     steps: int
     eval_steps: int
-    skipped_steps: int = 0  # of the whole run's: a script left them out, or the model's step the dense weights
+    skipped_steps: int = 0  # of the whole run's: the model's own step left the dense weights as they were
     samples: int  # of train steps
     samples_per_s: float  # samples / wall_s
     wall_s: float  # from the first step to the last barrier

@@ -34,16 +34,9 @@ ACCUMULATED = (
     "two train batches were looked up without a step of the dense optimizer between them: rows are updated in every "
     "backward pass, so accumulated gradients would train them more often than the dense weights; use larger batches, "
     "or connect(..., dense_optimizer=False) if no torch.optim optimizer is used. If a guard such as one on "
-    "clip_grad_norm_ left out the step, the rows are trained already: test the loss before backward() and call "
-    "loader.skip(), or end the run"
+    "clip_grad_norm_ left out the step, the rows are trained already: end the run, which continues from its last "
+    "checkpoint, or use rowcast.adopt, under which a script leaves out what it wants (docs/adopt.md)"
 )
-NO_TRAIN_BATCH = "loader.skip() leaves out the train batch that the loader has yielded last; there is none"
-TOO_LATE = (
-    "the backward pass of train step {} has trained its rows, so loader.skip() cannot leave it out: a guard on a "
-    "gradient norm (clip_grad_norm_) comes too late; test the loss before backward(), or end the run, which continues "
-    "from its last checkpoint"
-)
-SKIPPED = "train step {} was left out by loader.skip(); do not look it up again, and go on with the loader's next batch"
 CHECKPOINTED = (
     "torch.utils.checkpoint looks up train step {} again in its backward pass, and its rows would be trained twice; "
     "look up outside the checkpoint, or give it use_reentrant=True"
@@ -118,7 +111,6 @@ class CurrentStep:
         """`dense_optimizer`: it must step once for each train batch."""
         self.step: Step | None = None  # begun and not finished
         self.is_trained = False  # a look-up of the step trains its rows
-        self.is_skipped = False  # the script has left the step out
         self.stream_order = stream_order
         self._embeddings, self._optimizer_steps = embeddings, optimizer_steps
         self._dense_optimizer = dense_optimizer
@@ -147,7 +139,7 @@ class CurrentStep:
         return self._is_looked_up or self._optimizer_steps.count > self._count_at_begin
 
     def begin(self, step: Step) -> None:
-        self.is_trained = self._is_looked_up = self.is_skipped = False
+        self.is_trained = self._is_looked_up = False
         self._count_at_begin, self._count_at_eval = self._optimizer_steps.count, None
         self.step = step
 
@@ -157,8 +149,6 @@ class CurrentStep:
         Raises RuntimeError if it must not train."""
         assert self.step is not None, "the module looks up the current step"
         header = self.step.header
-        if self.is_skipped:
-            raise RuntimeError(SKIPPED.format(header.train_step))
         if torch.is_grad_enabled() and not trains and header.kind == "train" and self._count_at_eval is None:
             self._count_at_eval = self._optimizer_steps.count  # right for predictions, wrong for training
         self._is_looked_up = True
@@ -185,18 +175,6 @@ class CurrentStep:
             raise RuntimeError(ACCUMULATED)
         self.is_trained, self._count_at_training = True, count
 
-    def skip(self) -> None:
-        """Leaves out the current step: nothing of it is trained. Raises RuntimeError if its rows are."""
-        step = self.step
-        if step is None or step.header.kind == "eval":
-            raise RuntimeError(NO_TRAIN_BATCH)
-        if self.is_trained and not self.awaits_backward:
-            raise RuntimeError(TOO_LATE.format(step.header.train_step))
-        self._embeddings.give_up()
-        if self.is_trained:
-            self.is_trained, self._count_at_training = False, None
-        self._is_looked_up = self.is_skipped = True
-
     def end(self) -> None:
         """Ends the step: orders all its work before later work on the current stream.
 
@@ -206,7 +184,7 @@ class CurrentStep:
         if self.awaits_backward:
             raise RuntimeError(
                 f"the embeddings of train step {step.header.train_step} have had no backward pass; call backward() "
-                "once for each forward, look up under torch.no_grad(), or leave the batch out by loader.skip()"
+                "once for each forward, or look up under torch.no_grad()"
             )
         is_stepped = self._count_at_eval is not None and self._count_at_eval < self._optimizer_steps.count
         if is_stepped and not self.is_trained and self._dense_optimizer:

@@ -285,14 +285,6 @@ class Loader:
         self._open()
         self._session.stop(reason)
 
-    def skip(self) -> None:
-        """Leaves out the current train batch, before its backward pass: nothing of it is trained.
-
-        Its rows and the row optimizer's state keep their bits. It counts as a train step, without a loss.
-
-        Raises RuntimeError after the backward pass, which has trained the rows, and without a train batch."""
-        self._session.skip()
-
     def record(
         self, *, loss: Tensor | float | None = None, logits: Tensor | None = None, ranks: Tensor | None = None
     ) -> None:

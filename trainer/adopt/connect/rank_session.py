@@ -42,27 +42,24 @@ from rowcast.trainer.step.memory import Slots
 
 LEFT_OUT = (
     "rank {} has not trained train step {}: its loop has left out the look-up or the backward pass, and the other "
-    "ranks wait for its gradients; on several ranks each trains every batch, or all leave it out by loader.skip()"
+    "ranks wait for its gradients; on several ranks each trains every batch"
 )
 TOO_SMALL = (
     "train step {} has {} samples for {} ranks, and the mean loss of no samples is not a number; let the data set "
     "leave out a batch that small"
 )
-DIFFER = (
-    "of step {} rank {} has recorded other things than rank 0, or has left it out by loader.skip(): call "
-    "loader.record() and loader.skip() on all ranks alike"
-)
+DIFFER = "of step {} rank {} has recorded other things than rank 0: call loader.record() on all ranks alike"
 STOPS_TOGETHER = "loader.stop() ends a run on several ranks if all call it in the same step"
 # what a rank tells of a step
-LOSS, LOGITS, RANKS, SKIPPED = 1, 2, 4, 8
+LOSS, LOGITS, RANKS = 1, 2, 4
 
 
 class ScriptCollectives(TorchCollectives):
     """On the script's process group."""
 
     advice = (
-        "look for a rank whose loop has left out a look-up or sum_gradients(), has called loader.skip() alone or has "
-        "a batch fewer, or that was stopped or is slow; or raise ranks.timeout"
+        "look for a rank whose loop has left out a look-up or sum_gradients() or has a batch "
+        "fewer, or that was stopped or is slow; or raise ranks.timeout"
     )
     _is_broken = False
 
@@ -194,7 +191,7 @@ class RankSession(ScriptSession):
         step = self.step
         if step is not None:
             current = self.current
-            is_done = current.is_skipped or (current.is_trained and not current.awaits_backward)
+            is_done = current.is_trained and not current.awaits_backward
             if step.header.kind == "train" and not is_done:
                 raise RuntimeError(LEFT_OUT.format(self.rank.number, step.header.train_step))
             with self.run.in_engine():
@@ -218,7 +215,7 @@ class RankSession(ScriptSession):
         """Tells the other ranks of the step. From here on `_loss` is that of the whole batch, once it is complete."""
         assert step.header.share is not None, "each rank has a part of the batch"
         own, share = self._own_told, step.header.batch_size / step.header.share.batch_size
-        what = self._what | LOSS * (self._loss is not None) | SKIPPED * self.current.is_skipped
+        what = self._what | LOSS * (self._loss is not None)
         own[:1].fill_(self._stop.asked)
         own[1:2].copy_(torch.zeros_like(own[1:2]) if self._loss is None else self._loss * share)
         own[2:].fill_(what)

@@ -158,7 +158,6 @@ class ScriptResults(ResultFiles):
     _has_warned = False
 
     def loss(self, train_step: int, loss: np.float32) -> None:
-        self._pass_skipped()
         if train_step == self.train_steps:
             super().loss(train_step, loss)
         elif not self._has_warned:
@@ -168,16 +167,10 @@ class ScriptResults(ResultFiles):
                 f"for train step {train_step}, but not for all before it"
             )
 
-    def _pass_skipped(self) -> None:
-        while self.train_steps in self.skipped:
-            super().loss(self.train_steps, np.float32(np.nan))
-
     def state(self) -> Tensors:
-        return super().state() if self.train_steps or self.evaluations or self.skipped else {}
+        return super().state() if self.train_steps or self.evaluations else {}
 
     def close(self) -> None:
-        if self._file is not None and self.train_steps:
-            self._pass_skipped()
         super().close()
         if not self.train_steps:
             self.path.unlink(missing_ok=True)  # without losses there is no file

@@ -22,7 +22,7 @@ from rowcast.protocol.messages import StepHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.adopt.connect import run_folder
-from rowcast.trainer.adopt.connect.current_step import NO_TRAIN_BATCH, CurrentStep, OptimizerSteps, StreamOrder
+from rowcast.trainer.adopt.connect.current_step import CurrentStep, OptimizerSteps, StreamOrder
 from rowcast.trainer.adopt.connect.script_run import ScriptRun, SessionParts
 from rowcast.trainer.adopt.connect.script_state import EpochCount, ScriptState
 from rowcast.trainer.device.streams import on_device
@@ -156,13 +156,6 @@ class ScriptSession:
             self._close_evaluation()
         return None if self._next is None else self._next.header
 
-    def skip(self) -> None:
-        """Leaves out the current batch, with the loss recorded for it. Raises RuntimeError."""
-        if self._current is None:
-            raise RuntimeError(NO_TRAIN_BATCH)
-        self._current.skip()
-        self._loss = None
-
     def begin(self) -> None:
         """Gives the script the step that `peek` has found."""
         step, self._next = self._next, None
@@ -178,8 +171,6 @@ class ScriptSession:
         if step is None:
             return
         with on_device(self._parts.device):
-            if self.current.is_skipped and not self.current.is_trained:
-                self.run.telemetry.results.skipped.append(self.train_steps)
             self.current.end()
             self.run.telemetry.train_steps += step.header.kind == "train"
             self._next_step = step.step + 1
@@ -191,7 +182,7 @@ class ScriptSession:
         for given, kind in ((loss, "train"), (logits, "eval"), (ranks, "eval")):
             if given is not None and (step is None or step.header.kind != kind):
                 raise RuntimeError(f"{TAKES[kind]}: call it in the loop, before the loader is asked for the next batch")
-        if loss is not None and not self.current.is_skipped:
+        if loss is not None:
             assert step is not None, "checked above"
             mean = torch.as_tensor(loss, dtype=torch.float32, device=getattr(loss, "device", "cpu")).detach().mean()
             self._loss = mean if self._loss is None else self._loss + mean
