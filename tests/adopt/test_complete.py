@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -64,12 +63,7 @@ def test_it_keeps_the_best_model_and_stops_early(undisturbed: tuple[Path, list[s
     assert 0 < best == len(losses) - 3
     assert lines[-1] == f"best validation loss {losses[best]:.6f}, in epoch {best}"
     assert not same_file(folder / "best.pt", folder / "last.pt")
-    report = msgspec.json.decode((folder / "runs" / "complete" / "report.json").read_bytes())
-    assert (report["train_steps"], report["finished"]) == (40 * len(losses), False)
-    assert report["stopped_by"] == f"no better validation loss since epoch {best} in the training script"
-    assert report["logloss"] == pytest.approx(losses[-1], abs=1e-6)
     assert (folder / "runs" / "complete" / "losses.f32").stat().st_size == 4 * 40 * len(losses)
-    assert "Log loss" in (folder / "runs" / "complete" / "report.html").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

@@ -178,10 +178,9 @@ class PairedRun(ScriptRun):
         return pair.welcome
 
     def start(self, welcome: Welcome, state: ScriptState) -> TrainerEngine:
-        self.telemetry.accept(welcome)
-        self.connection.stack.enter_context(self.telemetry.results)
+        self.connection.stack.enter_context(self.results)
+        self.train_steps = welcome.first_train_step
         engine = self.connection.engine = self._pair.trainer
-        self.telemetry.begin(engine)
         return engine
 
     def _drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
@@ -243,8 +242,8 @@ class ScriptPair(InProcessRun):
             self.rings.of_trainer,
             self.streams,
             lambda records, clock: (session._script_state, None),
-            run.telemetry.results,
-            run._counters,
+            run.results,
+            run.connection._counters,
             rank,
         )
 
@@ -270,7 +269,7 @@ class ScriptPair(InProcessRun):
                 loader.record(loss=loss)
                 torch.rand(1)  # as dropout does: its random numbers are the rank's own
                 self._ranks.behind(self, batch.train_step)
-        results = self.session.run.telemetry.results
+        results = self.session.run.results
         self.results = RecordedResults(losses=list(results.losses_from(0)), evaluations=list(results.evaluations))
 
 
@@ -314,8 +313,7 @@ class ScriptRanks(RankedRun):
         self._patched.setattr(f"{LOADER}.rank_session.MADE", [])
         self._patched.setattr(f"{LOADER}.loader.require_group", lambda launch, device: None)
         self._patched.setattr(f"{LOADER}.script_run.await_complete", lambda job, check: None)
-        for slow in ("script_run.release_memory", "script_state.write_page"):
-            self._patched.setattr(f"{LOADER}.{slow}", lambda *arguments: None)
+        self._patched.setattr(f"{LOADER}.script_run.release_memory", lambda device: None)
         super().__init__(job, batches, settings, ranks=ranks, parts=ranks)
 
     def embeddings(self) -> rowcast.EmbeddingBagCollection:

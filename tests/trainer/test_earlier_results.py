@@ -3,17 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.connect.script_state import ScriptTelemetry
 from rowcast.trainer.report.results import EarlierResults
-from rowcast.trainer.step.metrics import new_counters
-from tests.support.batches import small_job
 from tests.support.facts import facts
-from tests.support.sample_messages import welcome
 
 
 def write(folder: Path, **files: str) -> None:
@@ -141,14 +135,3 @@ def test_results_set_aside_twice_are_those_of_the_run_that_is_there(tmp_path: Pa
     results.set_aside("B")
     results.bring_back()
     assert read(tmp_path) == {"losses.f32": "of B, which has taken the place and was killed"}
-
-
-def test_a_script_whose_engine_cannot_be_made_gets_the_earlier_results_back(tmp_path: Path) -> None:
-    """As when the device has no room for its model."""
-    job = small_job("sgd", job={"run_dir": str(tmp_path)})
-    telemetry = ScriptTelemetry(job, new_counters(group_specs(job)), lambda: None)
-    write(tmp_path, report_json="of A")
-    telemetry.accept(msgspec.structs.replace(welcome(), fresh=True, replaces="A"))
-    assert read(tmp_path) == {"earlier/report.json": "of A", "earlier/run_id": "A"}
-    telemetry.leave()
-    assert read(tmp_path) == {"report.json": "of A"}

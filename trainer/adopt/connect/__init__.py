@@ -11,6 +11,6 @@ for batch in loader:   <---- batch.py  <--------- take, begin  <--- rows -------
 (next batch)           ----> --------------------> finish  -------- rows back --->
 model.state_dict()     <---- settings.py  <------- (a barrier) <--- a checkpoint -
 
-Under both are the folder of the run, its files, and what a checkpoint and a report hold of the script: run_folder.py,
+Under both are the folder of the run, its files, and what a checkpoint holds of the script: run_folder.py,
 table_files.py, script_state.py.
 """

@@ -266,11 +266,6 @@ class Loader:
         self._session.keep_final_state()
 
     @property
-    def metrics_address(self) -> str | None:
-        """The "host:port" of /metrics, /healthz and /readyz during the run: `metrics.trainer`, or any free port."""
-        return self._session.run.metrics_address
-
-    @property
     def stopped(self) -> str | None:
         """Why the run ends or ended before its data: the reason given to `stop`, or a signal's name."""
         return self._session.run.stop_reason
@@ -288,7 +283,7 @@ class Loader:
     def record(
         self, *, loss: Tensor | float | None = None, logits: Tensor | None = None, ranks: Tensor | None = None
     ) -> None:
-        """Records results of the current batch for /metrics, losses.f32 and the run's report.
+        """Records results of the current batch for losses.f32 and `evaluation`.
 
         loss: the mean over the samples of a train batch. Record it for every train batch or for none.
         logits: f32 [B], or [B, T] with several labels, predictions for an evaluation batch with labels 0 or 1;
@@ -301,7 +296,7 @@ class Loader:
     @property
     def evaluation(self) -> Evaluation | None:
         """The figures of the newest evaluation with recorded logits or ranks; complete after the `for` loop."""
-        return self._session.run.telemetry.results.evaluation_result
+        return self._session.run.results.evaluation_result
 
     def __iter__(self) -> Iterator[LoadedBatch]:
         """Yields the batches of one epoch.

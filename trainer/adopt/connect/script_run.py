@@ -2,7 +2,7 @@
 
     open     locks the run folder, starts the prefetcher and connects
     start    makes the engine for the steps of `ScriptSession`
-    end      writes the report and says good-bye, after the last step
+    end      says good-bye, after the last step
     leave    the script left before the end
 
 An error within `in_engine` closes everything. The threads of mail, sender and watch stop with the run.
@@ -36,10 +36,12 @@ from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.stops import PASSED_ON
 from rowcast.runtime.telemetry.format_numbers import LOST
 from rowcast.runtime.telemetry.logs import print_line
+from rowcast.runtime.telemetry.metrics import Health
 from rowcast.trainer.adopt.connect import run_folder
-from rowcast.trainer.adopt.connect.script_state import ScriptObjects, ScriptState, ScriptTelemetry
+from rowcast.trainer.adopt.connect.script_state import ScriptObjects, ScriptResults, ScriptState
 from rowcast.trainer.device.cuda import adopted_streams, release_memory
 from rowcast.trainer.device.streams import ignore, on_device
+from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.launch import Launch
 from rowcast.trainer.run.machine import prepared, settle
@@ -122,7 +124,6 @@ class ScriptRun:
         self.ended = False  # all rows are home and on disk, and both processes have said good-bye
         self.closed = False
         self.resumes = False  # the run continues from a checkpoint, so the script may count epochs that are complete
-        self.metrics_address: str | None = None  # "host:port", once it is open
         self.stop_reason: str | None = None  # why the run ends or ended before its data
         # a stop ends the run at the script's current step; several ranks first agree on a later one (`rank_session.py`)
         self.stops_at_once = parts.launch.world_size == 1
@@ -133,9 +134,9 @@ class ScriptRun:
         self._bell = Doorbell()
         self.crew = Crew("trainer", self._bell, owns_process=False)
         rank = parts.launch.rank
-        self._counters = new_counters(self.groups, rank)
         self.own_job = parts.job if rank == 0 else with_tables_of_pair(parts.job, rank)  # with a folder for its results
-        self.telemetry = ScriptTelemetry(self.own_job, self._counters, self.crew.dead_stage)
+        self.results, self._earlier = ScriptResults(self.own_job.run_dir), EarlierResults(self.own_job.run_dir)
+        self.train_steps = 0  # finished train steps of the run
         self._parts, self._job, self._device = parts, with_ports_of_pair(parts.job, rank), parts.device
         self.party = party_of(self._job, parts.launch, "train")
         self._folder = pair_folder(self._job.run_dir, rank, parts.launch.world_size)
@@ -144,8 +145,8 @@ class ScriptRun:
             self._job,
             self._job.transport,
             self.crew,
-            self.telemetry.health,
-            self._counters,
+            Health(dead_stage=self.crew.dead_stage),
+            new_counters(self.groups, rank),
             self._device,
             self.party.rank,
         )
@@ -164,7 +165,6 @@ class ScriptRun:
         self._directory.clear_failure()
         self.stack.callback(self._signals.close)
         self._signals.open()
-        self.metrics_address = self.telemetry.serve(self.stack)
         note_start(self._folder, "trainer", os.getpid())
         if self._parts.start_child is not None:
             self._child, began_s = self._parts.start_child(), None  # its exit tells more than its failure note
@@ -232,12 +232,16 @@ class ScriptRun:
 
     def start(self, welcome: Welcome, state: ScriptState) -> TrainerEngine:
         connection = self.connection
-        self.telemetry.accept(welcome)
-        connection.stack.callback(self.telemetry.leave)
-        connection.stack.enter_context(self.telemetry.results)
-        engine = connection.start(adopted_streams, lambda records, clock: (state, None), self.telemetry.results)
-        self.telemetry.begin(engine)
-        return engine
+        self._earlier.begin(welcome)
+        connection.stack.callback(self._end_earlier, welcome)
+        connection.stack.enter_context(self.results)
+        self.train_steps = welcome.first_train_step
+        return connection.start(adopted_streams, lambda records, clock: (state, None), self.results)
+
+    def _end_earlier(self, welcome: Welcome) -> None:
+        """Restores the results of an earlier run if this one ends without a checkpoint."""
+        engine = self.connection.engine
+        self._earlier.end(welcome, has_checkpoint=engine is not None and engine.barrier.has_checkpoint)
 
     @property
     def engine(self) -> TrainerEngine:
@@ -276,16 +280,16 @@ class ScriptRun:
         if self.stops_at_once:
             self.stop_reason = self.stop_reason or reason
         self.on_stop(reason)
-        self.telemetry.health.state = "stopping"
         self._bell.ring()
 
     # the end
 
     def end(self, epoch: int) -> None:
         """Call after the engine's last step, in `epoch`. Raises RowcastError if the prefetcher was stopped."""
-        barrier, steps = self.engine.barrier, self.telemetry.train_steps
+        barrier, steps = self.engine.barrier, self.train_steps
         assert barrier.end is not None, "the loop ends with EndOfData"
-        self.telemetry.write(self.group)
+        self.results.close()
+        self.group.gather(b"")  # no rank leaves while another one needs it
         if barrier.end.finished and self.party.rank.number > 0:
             await_complete(self._job, self.crew.check)
         self.connection.say_bye()
@@ -311,9 +315,7 @@ class ScriptRun:
         return self.closed or self._pid != os.getpid()
 
     def leave(self) -> None:
-        self._report_failure(
-            RowcastError(f"the training script left its loop after {self.telemetry.train_steps} train steps")
-        )
+        self._report_failure(RowcastError(f"the training script left its loop after {self.train_steps} train steps"))
         self.close()
         release_memory(self._device)
 

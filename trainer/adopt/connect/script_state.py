@@ -1,4 +1,4 @@
-"""What a run keeps of its script: state in checkpoints, losses and evaluations, and the metrics and report of them.
+"""What a run keeps of its script: state in checkpoints, losses and evaluations.
 
 adopted.<n>.<number>    tensors of the n-th of the script's objects, as in trainer/models/user_objects.py
 adopted.structure       u8, JSON: the nesting around the tensors
@@ -6,33 +6,22 @@ adopted.epochs_over     i64: epochs whose `for` loop has ended in the script
 random.cpu, ...         torch's random state, as in trainer/models/model_state.py
 """
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.job.schema import Job
-from rowcast.protocol.messages import Welcome
-from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import Mismatch
 from rowcast.runtime.telemetry.logs import print_line
-from rowcast.runtime.telemetry.metrics import Health, build_info
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics, Evaluation
 from rowcast.trainer.models.model_state import Tensors, random_state, restore_random
 from rowcast.trainer.models.user_objects import Stateful, StatefulObjects
-from rowcast.trainer.report.final_report import final_record, final_report
-from rowcast.trainer.report.page import write_page
-from rowcast.trainer.report.progress import History
-from rowcast.trainer.report.report_json import write_report
-from rowcast.trainer.report.results import PAGE, REPORT, EarlierResults, ResultFiles
-from rowcast.trainer.run.rank_group import Group, gathered_report
-from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
-from rowcast.trainer.step.metrics import TrainerCounters
+from rowcast.trainer.report.results import ResultFiles
 
 COMPLETED_EPOCHS = "adopted.epochs_over"
 
@@ -174,80 +163,3 @@ class ScriptResults(ResultFiles):
         super().close()
         if not self.train_steps:
             self.path.unlink(missing_ok=True)  # without losses there is no file
-
-
-class ScriptTelemetry:
-    """Serves the metrics and health of a script's run, and writes its report at the end."""
-
-    def __init__(self, job: Job, counters: TrainerCounters, dead_stage: Callable[[], str | None]) -> None:
-        self.health = Health(dead_stage=dead_stage)
-        self.results = ScriptResults(job.run_dir)
-        self.train_steps = 0  # finished train steps of the run
-        self._earlier = EarlierResults(job.run_dir)
-        self._job, self._counters = job, counters
-        self._history = History(counters)
-        self._welcome: Welcome | None = None
-        self._engine: TrainerEngine | None = None
-        self._met_s = 0.0
-
-    def serve(self, stack: ExitStack) -> str:
-        """Serves until `stack` is closed; returns the bound "host:port". Raises ConfigError if it cannot be bound."""
-        collector = TrainerCollector(
-            self._counters, self._gauges, build_info("trainer", self._job.job.name), self.health
-        )
-        return serve_metrics(stack, collector, self._job.metrics)
-
-    def accept(self, welcome: Welcome) -> None:
-        """Sets aside the results of an earlier run, which `leave` restores if this run ends without a checkpoint."""
-        self._welcome = welcome
-        self._earlier.begin(welcome)
-
-    def begin(self, engine: TrainerEngine) -> None:
-        assert self._welcome is not None, "accept comes before begin"
-        self._engine, self._met_s = engine, time.perf_counter()
-        self.train_steps = self._welcome.first_train_step
-        self._history.begin(self.train_steps)
-        self.health.state = "running"
-
-    def update(self, engine: TrainerEngine) -> None:
-        """Updates the figures. Cheap enough to call often: one reading of the clock."""
-        self._history.update(engine.loop.first_step_s)
-
-    def write(self, group: Group) -> None:
-        """Writes losses, and the report of all ranks, before the good-bye. Raises RowcastError if they cannot be
-        written."""
-        engine, welcome = self._engine, self._welcome
-        assert engine is not None, "a run that ends has begun"
-        assert welcome is not None, "a run that ends has begun"
-        self._history.close(engine.loop.first_step_s)
-        own = final_report(
-            engine,
-            welcome,
-            self.results,
-            train_steps=self.train_steps,
-            met_s=self._met_s,
-            first_step_s=engine.loop.first_step_s,
-        )
-        report = gathered_report(group, own)
-        self.results.close()
-        write_report(self._job.run_dir / REPORT, report)
-        write_page(self._job.run_dir / PAGE, final_record(self._job, report, self.results, self._history))
-
-    def leave(self) -> None:
-        if self.health.state != "stopped":
-            self.health.state = "failed"
-        engine, self._engine = self._engine, None  # which must not be kept
-        if self._welcome is not None:
-            has_checkpoint = engine is not None and engine.barrier.has_checkpoint
-            self._earlier.end(self._welcome, has_checkpoint=has_checkpoint)
-
-    def _gauges(self) -> TrainerGauges:
-        steps = self.train_steps
-        idle = TrainerGauges(
-            train_step=steps,
-            # the script has the dense optimizer
-            learning_rates={"sparse": learning_rates(self._job.optimizer, steps)["sparse"]},
-            expected_train_steps=None if self._engine is None or self._welcome is None else self._welcome.train_steps,
-            evaluation=self.results.evaluation_result,
-        )
-        return idle if self._engine is None else self._engine.gauges(idle)

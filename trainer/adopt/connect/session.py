@@ -95,8 +95,8 @@ class ScriptSession:
         final = run_folder.final_tensors(self._job.run_dir, last)
         tensors = run_folder.dense_tensors(self._job.run_dir, last) if final is None else final
         self._script_state.restore(tensors)
-        run.telemetry.results.restore_evaluations(tensors)
-        run.telemetry.train_steps, run.resumes, run.ended = last.train_steps, True, True
+        run.results.restore_evaluations(tensors)
+        run.train_steps, run.resumes, run.ended = last.train_steps, True, True
         self.epochs.begin(last.position if final is None else None)
         self._close_evaluation()
         run.close()
@@ -118,7 +118,7 @@ class ScriptSession:
 
     @property
     def train_steps(self) -> int:
-        return self.run.telemetry.train_steps
+        return self.run.train_steps
 
     @property
     def epochs(self) -> EpochCount:
@@ -137,7 +137,7 @@ class ScriptSession:
     def keep_final_state(self) -> None:
         """Saves the script's state after its last epoch, so that connecting again restores it."""
         if self.run.ended and self.run.stop_reason is None and self._parts.dense is not None:
-            tensors = {**self._script_state.state(), **self.run.telemetry.results.state()}
+            tensors = {**self._script_state.state(), **self.run.results.state()}
             run_folder.keep_final(self.run.own_job.run_dir, tensors)
 
     def peek(self) -> StepHeader | None:
@@ -172,7 +172,7 @@ class ScriptSession:
             return
         with on_device(self._parts.device):
             self.current.end()
-            self.run.telemetry.train_steps += step.header.kind == "train"
+            self.run.train_steps += step.header.kind == "train"
             self._next_step = step.step + 1
             self.run.engine.loop.finish(step, self._loss)
 
@@ -198,14 +198,13 @@ class ScriptSession:
         if self._script_state.evaluating and (self.run.stop_reason is None or not self.run.ended):
             result = self._script_state.close_evaluation(self.train_steps)
             if result is not None:
-                self.run.telemetry.results.evaluation(result)
+                self.run.results.evaluation(result)
 
     def _await_step(self, unless: Callable[[], bool] = lambda: False) -> Step | None:
         """The next step; None if the run has ended, which ends the session, or as soon as `unless` returns True."""
         engine, found = self.run.engine, list[Step]()
 
         def advance() -> bool:
-            self.run.telemetry.update(engine)
             if engine.loop.advance():
                 return True
             found.extend(filter(None, [engine.loop.take()]))
