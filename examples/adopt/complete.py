@@ -101,7 +101,7 @@ def main() -> None:
             break
         for batch in loader:
             if batch.kind == "train":
-                train(model, optimizer, batch, loader)
+                train(model, optimizer, batch)
             else:
                 model.eval()
                 loader.record(logits=model(batch.dense_features, batch.sparse_features))
@@ -122,13 +122,12 @@ def main() -> None:
     print(f"best validation loss {best.loss:.6f}, in epoch {best.epoch}")
 
 
-def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any, loader: rowcast.Loader) -> None:
+def train(model: Model, optimizer: torch.optim.Optimizer, batch: Any) -> None:
     logits: Tensor = model(batch.dense_features, batch.sparse_features)
     loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    loader.record(loss=loss)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def main() -> None:
         dense=(model, optimizer),
     )
     net = DistributedDataParallel(model) if wishes.get("ddp") else model
+    losses: list[Tensor] = []
     for _ in loader.epochs:
         for batch in loader:
             act = wishes.get(f"{life}.{rank}.{batch.train_step}")
@@ -86,7 +87,7 @@ def main() -> None:
             if not wishes.get("ddp") and act != "alone":
                 rowcast.sum_gradients(model)
             optimizer.step()
-            loader.record(loss=loss)
+            losses.append(loss.detach())
             if act == "alone":
                 continue
             if act == "wait":
@@ -102,7 +103,8 @@ def main() -> None:
     found = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     evaluation = loader.evaluation
     figures = [] if evaluation is None else [evaluation.auc, evaluation.logloss]
-    save_file({**found, "evaluation": torch.tensor(figures, dtype=torch.float64)}, folder / f"{rank}.end")
+    found |= {"evaluation": torch.tensor(figures, dtype=torch.float64), "losses": torch.stack(losses)}
+    save_file(found, folder / f"{rank}.end")
 
 
 if __name__ == "__main__":

@@ -63,7 +63,6 @@ def test_it_keeps_the_best_model_and_stops_early(undisturbed: tuple[Path, list[s
     assert 0 < best == len(losses) - 3
     assert lines[-1] == f"best validation loss {losses[best]:.6f}, in epoch {best}"
     assert not same_file(folder / "best.pt", folder / "last.pt")
-    assert (folder / "runs" / "complete" / "losses.f32").stat().st_size == 4 * 40 * len(losses)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])

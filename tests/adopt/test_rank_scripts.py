@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -56,14 +55,14 @@ def tree(values: Sequence[Any]) -> Any:
     return values[0]
 
 
-def stock(folder: Path, parts: int, epochs: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
-    """What a script ends with, its losses, and AUC and log loss of its last evaluation: all tables in memory, gradients
-    of parts added in the tree. Each part has random numbers of its own."""
+def stock(folder: Path, parts: int, epochs: int) -> tuple[dict[str, Tensor], list[list[Tensor]], list[float]]:
+    """What a script ends with, the losses of its parts, and AUC and log loss of its last evaluation: all tables in
+    memory, gradients of parts added in the tree. Each part has random numbers of its own."""
     tables = Tables(module(folder / "first").state_dict())
     model, optimizer = model_over(tables)
     rows = torch.optim.Adagrad(tables.parameters(), lr=LR)
     randoms = [torch.Generator().manual_seed(part).get_state() for part in range(parts)]
-    losses, figures, weights = list[float](), list[float](), list(model.parameters())
+    losses, figures, weights = list[list[Tensor]](), list[float](), list(model.parameters())
     for epoch in range(epochs):
         for dense, ids, labels in clicks()("train", epoch):
             gradients, own_losses = [], []
@@ -75,12 +74,12 @@ def stock(folder: Path, parts: int, epochs: int) -> tuple[dict[str, Tensor], lis
                 torch.autograd.backward(loss)
                 randoms[part] = torch.get_rng_state()
                 gradients.append([weight.grad * (1 / parts) for weight in weights if weight.grad is not None])
-                own_losses.append(loss.detach() * (len(labels[own]) / len(labels)))
+                own_losses.append(loss.detach())
             for weight, *of_parts in zip(weights, *gradients, strict=True):
                 weight.grad = tree(of_parts)
             optimizer.step()
             rows.step()
-            losses.append(float(tree(own_losses)))
+            losses.append(own_losses)
         metrics = EvalMetrics(torch.device("cpu"), parts)
         for dense, ids, labels in clicks()("eval", epoch):
             for part in range(parts):
@@ -103,11 +102,12 @@ def assert_as_stock(session: Session, ranks: int, epochs: int = 1) -> None:
     for rank in range(ranks):
         found = load_file(session.folder / f"{rank}.end")
         assert found.pop("evaluation").tolist() == figures, rank
+        own = found.pop("losses")  # since it was started last
+        assert torch.equal(own, torch.stack([of_parts[rank] for of_parts in losses[-len(own) :]])), rank
         expected = {name: own for name, own in state.items() if rank == 0 or "embedding" not in name}
         assert found.keys() == expected.keys(), "rank 0 alone has the tables"
         differ = {name: int((own != expected[name]).sum()) for name, own in found.items()}
         assert not any(differ.values()), differ
-    np.testing.assert_array_equal(np.fromfile(session.run_dir / "losses.f32", np.float32), np.array(losses, np.float32))
     assert session.remains(killed=True) == []
 
 

@@ -1,4 +1,4 @@
-"""What a script shows of its run: its length, the column of ids taken for each feature, and what it records."""
+"""What a script shows of its run: the column of ids taken for each feature, and evaluations."""
 
 from pathlib import Path
 from typing import Any
@@ -10,41 +10,8 @@ import torch
 import rowcast
 from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.runtime.errors import ConfigError, DataError
-from rowcast.trainer.adopt.connect.loader import epoch_length
-from tests.adopt.scripts import Launches, make, train_all, train_on
+from tests.adopt.scripts import Launches, make, train_on
 from tests.support.facts import facts
-
-
-@pytest.mark.parametrize(
-    ("dataset", "options", "length"),
-    [
-        ("listed", {"epochs": 2}, 4),
-        ("lists", {"epochs": 2}, 4),
-        ("lists", {"evaluate": True}, 6),
-        ("lists", {"max_steps": 3}, 3),
-    ],
-)
-def test_a_loader_knows_the_length_of_an_epoch(
-    dataset: str, options: dict[str, int], length: int, tmp_path: Path, launches: Launches
-) -> None:
-    model, _ = make(tmp_path)
-    with rowcast.connect(model.ebc, f"tests.adopt.clicks:{dataset}", **options) as loader:  # type: ignore[arg-type]
-        assert len(loader) == length
-        assert bool(loader)
-
-
-def test_evaluations_within_an_epoch_count() -> None:
-    # behind 4, 8, 10; 12, 16, 20
-    assert [epoch_length((10, 3), 4, True, epoch) for epoch in (0, 1)] == [10 + 3 * 3, 10 + 3 * 3]
-    assert epoch_length((8, 3), 4, True, 0) == 8 + 2 * 3
-
-
-def test_a_loader_whose_data_has_no_length_says_so_and_goes_on(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path)
-    with rowcast.connect(model.ebc, "tests.adopt.clicks:train", max_steps=2) as loader:
-        with pytest.raises(TypeError, match=facts("how many batches", "DataLoader")):
-            len(loader)
-        assert len(train_all(model, optimizer, loader)) == 2
 
 
 def test_evaluation_that_is_asked_for_needs_an_evaluation_split(tmp_path: Path, launches: Launches) -> None:
@@ -100,18 +67,13 @@ def test_a_script_has_several_labels_of_a_sample_and_the_auc_of_each(tmp_path: P
     assert loader.evaluation.auc == pytest.approx((click.auc + buy.auc) / 2)
 
 
-def test_what_a_script_records_is_kept(tmp_path: Path, launches: Launches) -> None:
+def test_an_epoch_ends_with_its_evaluation(tmp_path: Path, launches: Launches) -> None:
     model, optimizer = make(tmp_path)
-    found: list[float] = []
-    options = {"epochs": 2, "evaluate": True, "dense": (model, optimizer)}
-    with rowcast.connect(model.ebc, "tests.adopt.clicks:lists", **options) as loader:  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=facts("record(loss=...)", "train batch")):
-            loader.record(loss=0.5)
+    with rowcast.connect(model.ebc, "tests.adopt.clicks:lists", epochs=2, evaluate=True) as loader:
         for epoch in loader.epochs:
             for batch in loader:
                 if batch.kind == "train":
-                    found.append(train_on(model, optimizer, batch))
-                    loader.record(loss=found[-1])
+                    train_on(model, optimizer, batch)
                     with pytest.raises(RuntimeError, match=facts("record(logits=...)", "evaluation batch")):
                         loader.record(logits=torch.zeros(8))
                 else:
@@ -119,14 +81,6 @@ def test_what_a_script_records_is_kept(tmp_path: Path, launches: Launches) -> No
                     model.train()
             assert loader.evaluation is not None
             assert loader.evaluation.train_step == 4 * (epoch + 1)
-    assert np.fromfile(tmp_path / "losses.f32", np.float32).tolist() == pytest.approx(found)
-    assert not (tmp_path / "report.json").exists()
-
-
-def test_without_recorded_losses_there_is_no_file_of_them(tmp_path: Path, launches: Launches) -> None:
-    model, optimizer = make(tmp_path)
-    train_all(model, optimizer, rowcast.connect(model.ebc, "tests.adopt.clicks:listed"))
-    assert not (tmp_path / "losses.f32").exists()
 
 
 def test_the_pairing_of_very_many_features_fits_into_a_message() -> None:

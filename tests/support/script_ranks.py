@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ from rowcast.trainer.adopt.connect.script_state import ScriptState
 from rowcast.trainer.device.streams import PlainStreams, Streams
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.models.ordered import sum_in_order
 from rowcast.trainer.step.engine import TrainerEngine
 from tests.support.collectives import Call, InProcessCollectives, Network
 from tests.support.driver import InProcessRun, Past, RecordedResults, Settings, Sharing
@@ -209,6 +211,7 @@ class ScriptPair(InProcessRun):
         self.collectives = ScriptCollectives(ranks.network, rank.number, self.script, ranks.without)
         self.group = ScriptGroup(rank, ranks.rooms, self.script, waits=ranks.without != (GATHERED, 0))
         self._ranks = ranks
+        self.own_losses: list[Tensor] = []  # this rank's addends of each train step's
         super().__init__(job, batches, settings, past, sharing)
         stages = [stage for name, stage in self.trainer.stages.items() if name != "loop"]
         self.advances = [*self.prefetcher.stages.values(), *stages, self.script.advance]
@@ -266,11 +269,11 @@ class ScriptPair(InProcessRun):
                 torch.autograd.backward(loss)
                 rowcast.sum_gradients(side.model)
                 side.step(batch.train_step)
-                loader.record(loss=loss)
+                header = self.session.step.header  # type: ignore[union-attr]
+                self.own_losses.append(loss.detach() * (header.batch_size / header.share.batch_size))  # type: ignore[union-attr]
                 torch.rand(1)  # as dropout does: its random numbers are the rank's own
                 self._ranks.behind(self, batch.train_step)
-        results = self.session.run.results
-        self.results = RecordedResults(losses=list(results.losses_from(0)), evaluations=list(results.evaluations))
+        self.results = RecordedResults(evaluations=list(self.session.run.results.evaluations))
 
 
 class ScriptRanks(RankedRun):
@@ -329,7 +332,10 @@ class ScriptRanks(RankedRun):
     def run(self) -> Self:
         self._advance_until_all("script")
         self._advance_until_all("prefetcher")
+        addends = zip(*(pair.own_losses for pair in self.scripts), strict=True)
+        losses = [np.float32(sum_in_order(torch.stack(own))) for own in addends]
         for pair in self.pairs:
+            pair.results.losses = losses
             check_planner(pair.prefetcher.planner)
         return self
 

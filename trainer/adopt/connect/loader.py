@@ -236,17 +236,6 @@ class Loader:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def __bool__(self) -> bool:
-        return True
-
-    def __len__(self) -> int:
-        """Returns the number of batches in one `for` loop. Starts the run.
-
-        Raises TypeError if the data set does not know its number of batches."""
-        self._open()
-        session, parts = self._session, self._parts
-        return epoch_length(session.run.epoch_batches(), self._job.eval.every, parts.evaluate, session.epoch)
-
     @property
     def epochs(self) -> Iterator[int]:
         """The epochs that are left, counted from 0: `for epoch in loader.epochs`, around `for batch in loader`.
@@ -280,22 +269,16 @@ class Loader:
         self._open()
         self._session.stop(reason)
 
-    def record(
-        self, *, loss: Tensor | float | None = None, logits: Tensor | None = None, ranks: Tensor | None = None
-    ) -> None:
-        """Records results of the current batch for losses.f32 and `evaluation`.
+    def record(self, *, logits: Tensor) -> None:
+        """Records predictions for the current evaluation batch, from which `evaluation` is computed.
 
-        loss: the mean over the samples of a train batch. Record it for every train batch or for none.
-        logits: f32 [B], or [B, T] with several labels, predictions for an evaluation batch with labels 0 or 1;
-        `evaluation` is computed from them. ranks: i64, of any number of positives of an evaluation batch: how many
-        other candidates do not score less. `evaluation.ranking` has HR@k, NDCG@k and MRR@k for each k of eval.ranks.
-
-        Raises RuntimeError if the current batch is not of that kind, ConfigError for ranks that are not torch.int64."""
-        self._session.record(loss, logits, ranks)
+        logits: f32 [B], or [B, T] with several labels; labels are 0 or 1. Raises RuntimeError outside of an evaluation
+        batch."""
+        self._session.record(logits)
 
     @property
     def evaluation(self) -> Evaluation | None:
-        """The figures of the newest evaluation with recorded logits or ranks; complete after the `for` loop."""
+        """The figures of the newest evaluation with recorded logits; complete after the `for` loop."""
         return self._session.run.results.evaluation_result
 
     def __iter__(self) -> Iterator[LoadedBatch]:
@@ -349,16 +332,3 @@ class Loader:
             warm_up_sqrt()
             self._session.open()
             self._tables.session = self._session
-
-
-def epoch_length(batches: tuple[int | None, int | None], eval_every: int, evaluates: bool, epoch: int) -> int:
-    """`batches`: train and evaluation batches per epoch. Raises TypeError if a required number is None."""
-    train, evaluation = batches
-    if train is None or (evaluates and evaluation is None):
-        raise TypeError(
-            "the data set does not say how many batches it has: a list or a DataLoader does, and the factory may "
-            "return an object with batches(split, epoch, start) and num_batches(split)"
-        )
-    begun, done = epoch * train, (epoch + 1) * train
-    evaluations = 1 if not eval_every else done // eval_every - begun // eval_every + (done % eval_every > 0)
-    return train + (evaluations * evaluation if evaluates and evaluation is not None else 0)

@@ -2,7 +2,7 @@
 
 begin       the rows that this rank looks up              <- all ranks
 backward    gradients of rows                             -> the ranks that own them
-finish      stop requests, losses and what was recorded   <-> all ranks
+finish      stop requests, and whether logits were recorded <-> all ranks
 barrier     counts of an evaluation, random states        <-> all ranks, for one checkpoint
 
 Collectives run on the script's own process group, from its thread or autograd's: so they have one order on all ranks,
@@ -32,7 +32,6 @@ from rowcast.trainer.models.embedding import Embeddings
 from rowcast.trainer.models.evaluate import EvalCounts, Evaluation, to_host
 from rowcast.trainer.models.exchanges import Exchanges, GatherMemory
 from rowcast.trainer.models.model_state import Tensors, random_state
-from rowcast.trainer.models.ordered import sum_in_order
 from rowcast.trainer.models.row_exchange import RowExchange
 from rowcast.trainer.models.shared_embeddings import SharedEmbeddings
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedEvaluation
@@ -51,7 +50,7 @@ TOO_SMALL = (
 DIFFER = "of step {} rank {} has recorded other things than rank 0: call loader.record() on all ranks alike"
 STOPS_TOGETHER = "loader.stop() ends a run on several ranks if all call it in the same step"
 # what a rank tells of a step
-LOSS, LOGITS, RANKS = 1, 2, 4
+TRAINED, LOGITS = 1, 2
 
 
 class ScriptCollectives(TorchCollectives):
@@ -146,11 +145,10 @@ class RankSession(ScriptSession):
         self._script_state = RankState(parts, rank, self.exchanges, self._attend, self._compare)
         self._dense_weights = DenseWeights(self._trains, self._script_state.await_device)
         self.run.stack.callback(self._dense_weights.close)
-        self._own_told = torch.zeros(3, dtype=torch.float32, device=parts.device)  # asked to stop, loss, what
-        self._what = 0  # what the script has recorded of the current step
+        self._own_told = torch.zeros(2, dtype=torch.float32, device=parts.device)  # asked to stop, what
+        self._what = 0  # what the script has done with the current step
         self._num_trained = 0  # train steps of this process
-        # of each step that is not complete: f32 [ranks, 3], on its way to the host, and where its loss is written to
-        self._told: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._told: dict[int, Tensor] = {}  # of each step that is not complete: f32 [ranks, 2], on its way to the host
 
     def _look_ups(self, slots: Slots, stream_order: StreamOrder) -> Embeddings:
         run, rank = self.run, self.rank
@@ -173,7 +171,8 @@ class RankSession(ScriptSession):
         step = self._next
         assert step is not None, "peek comes before begin"
         assert step.header.share is not None, "each rank has a part of the batch"
-        train_step, size, self._what = step.header.train_step, step.header.share.batch_size, 0
+        train_step, size = step.header.train_step, step.header.share.batch_size
+        self._what = TRAINED * (step.header.kind == "train")  # `finish` requires it
         with self.run.in_engine():
             if step.header.kind == "train" and size < self.rank.count:
                 raise ConfigError(TOO_SMALL.format(train_step, size, self.rank.count))
@@ -183,9 +182,9 @@ class RankSession(ScriptSession):
                 self._script_state.begin_evaluation()
             self._embeddings.begin(step)
 
-    def record(self, loss: Tensor | float | None, logits: Tensor | None, ranks: Tensor | None) -> None:
-        super().record(loss, logits, ranks)
-        self._what |= LOGITS * (logits is not None) | RANKS * (ranks is not None)
+    def record(self, logits: Tensor) -> None:
+        super().record(logits)
+        self._what = LOGITS
 
     def finish(self) -> None:
         step = self.step
@@ -195,7 +194,6 @@ class RankSession(ScriptSession):
             if step.header.kind == "train" and not is_done:
                 raise RuntimeError(LEFT_OUT.format(self.rank.number, step.header.train_step))
             with self.run.in_engine():
-                current.stream_order.gather()  # the script's loss among it
                 self._tell(step)
         super().finish()
         if step is not None and step.header.kind == "train":
@@ -212,29 +210,21 @@ class RankSession(ScriptSession):
             self._dense_weights.compare(self.run.group, self.train_steps)
 
     def _tell(self, step: Step) -> None:
-        """Tells the other ranks of the step. From here on `_loss` is that of the whole batch, once it is complete."""
-        assert step.header.share is not None, "each rank has a part of the batch"
-        own, share = self._own_told, step.header.batch_size / step.header.share.batch_size
-        what = self._what | LOSS * (self._loss is not None)
+        """Tells the other ranks of the step."""
+        own = self._own_told
         own[:1].fill_(self._stop.asked)
-        own[1:2].copy_(torch.zeros_like(own[1:2]) if self._loss is None else self._loss * share)
-        own[2:].fill_(what)
+        own[1:].fill_(self._what)
         memory = GatherMemory.of(own, self.rank.count)
         self.exchanges.name(f"what they tell of step {step.step}")
         self.exchanges.across(self.streams, "parts_packed", [self.exchanges.gather(memory)], "parts_received")
-        if self._loss is not None:
-            self._loss = torch.zeros((), dtype=torch.float32, device="cpu")
-        self._told[step.step] = to_host(memory.all).view(self.rank.count, -1), self._loss
+        self._told[step.step] = to_host(memory.all).view(self.rank.count, -1)
 
     def _completed(self, step: int) -> None:
         self._rows.completed(step)
-        told, loss = self._told.pop(step)
-        asked, _, what = told.T.tolist()
+        asked, what = self._told.pop(step).T.tolist()
         for rank, own in enumerate(what):
             if own != what[0]:
                 raise ConfigError(DIFFER.format(step, rank))
-        if loss is not None:
-            loss.copy_(sum_in_order(told[:, 1].clone()))
         self._stop.seen(step, [own != 0 for own in asked])
 
     def _await_step(self, unless: Callable[[], bool] = lambda: False) -> Step | None:

@@ -41,7 +41,6 @@ from rowcast.trainer.adopt.connect import run_folder
 from rowcast.trainer.adopt.connect.script_state import ScriptObjects, ScriptResults, ScriptState
 from rowcast.trainer.device.cuda import adopted_streams, release_memory
 from rowcast.trainer.device.streams import ignore, on_device
-from rowcast.trainer.report.results import EarlierResults
 from rowcast.trainer.run.connection import Connection
 from rowcast.trainer.run.launch import Launch
 from rowcast.trainer.run.machine import prepared, settle
@@ -135,7 +134,7 @@ class ScriptRun:
         self.crew = Crew("trainer", self._bell, owns_process=False)
         rank = parts.launch.rank
         self.own_job = parts.job if rank == 0 else with_tables_of_pair(parts.job, rank)  # with a folder for its results
-        self.results, self._earlier = ScriptResults(self.own_job.run_dir), EarlierResults(self.own_job.run_dir)
+        self.results = ScriptResults(self.own_job.run_dir)
         self.train_steps = 0  # finished train steps of the run
         self._parts, self._job, self._device = parts, with_ports_of_pair(parts.job, rank), parts.device
         self.party = party_of(self._job, parts.launch, "train")
@@ -231,17 +230,8 @@ class ScriptRun:
             )
 
     def start(self, welcome: Welcome, state: ScriptState) -> TrainerEngine:
-        connection = self.connection
-        self._earlier.begin(welcome)
-        connection.stack.callback(self._end_earlier, welcome)
-        connection.stack.enter_context(self.results)
         self.train_steps = welcome.first_train_step
-        return connection.start(adopted_streams, lambda records, clock: (state, None), self.results)
-
-    def _end_earlier(self, welcome: Welcome) -> None:
-        """Restores the results of an earlier run if this one ends without a checkpoint."""
-        engine = self.connection.engine
-        self._earlier.end(welcome, has_checkpoint=engine is not None and engine.barrier.has_checkpoint)
+        return self.connection.start(adopted_streams, lambda records, clock: (state, None), self.results)
 
     @property
     def engine(self) -> TrainerEngine:
@@ -257,15 +247,6 @@ class ScriptRun:
     def run_id(self) -> str | None:
         known = self._parts.finished or self.connection.welcome
         return None if known is None else known.run_id
-
-    def epoch_batches(self) -> tuple[int | None, int | None]:
-        """Train and evaluation batches per epoch; None for a number that the data set does not know."""
-        welcome = self.connection.welcome
-        if welcome is None:
-            return 0, 0  # the run is complete
-        train, evaluation = welcome.epoch_batches
-        most = welcome.train_steps  # max_steps may end the run within its first epoch
-        return (train if train is None or most is None else min(train, most)), evaluation
 
     def _adjust_progress(self, progress: ProcessProgress) -> ProcessProgress:
         """Counts the script's time as progress: it may take any time for a step."""
@@ -288,7 +269,6 @@ class ScriptRun:
         """Call after the engine's last step, in `epoch`. Raises RowcastError if the prefetcher was stopped."""
         barrier, steps = self.engine.barrier, self.train_steps
         assert barrier.end is not None, "the loop ends with EndOfData"
-        self.results.close()
         self.group.gather(b"")  # no rank leaves while another one needs it
         if barrier.end.finished and self.party.rank.number > 0:
             await_complete(self._job, self.crew.check)

@@ -1,4 +1,4 @@
-"""What a run keeps of its script: state in checkpoints, losses and evaluations.
+"""What a run keeps of its script: state in checkpoints, and evaluations.
 
 adopted.<n>.<number>    tensors of the n-th of the script's objects, as in trainer/models/user_objects.py
 adopted.structure       u8, JSON: the nesting around the tensors
@@ -9,19 +9,17 @@ random.cpu, ...         torch's random state, as in trainer/models/model_state.p
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import Mismatch
-from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics, Evaluation
 from rowcast.trainer.models.model_state import Tensors, random_state, restore_random
 from rowcast.trainer.models.user_objects import Stateful, StatefulObjects
-from rowcast.trainer.report.results import ResultFiles
+from rowcast.trainer.report.results import ResultsInMemory
 
 COMPLETED_EPOCHS = "adopted.epochs_over"
 
@@ -96,7 +94,7 @@ class ScriptState:
     """Implements `barrier.ModelState`."""
 
     def __init__(self, dense: ScriptObjects | None, device: torch.device, job: Job) -> None:
-        self.evaluating = False  # logits or ranks were recorded since the last evaluation was closed
+        self.evaluating = False  # logits were recorded since the last evaluation was closed
         self.epochs = EpochCount()
         self._job = job
         self._metrics = EvalMetrics(device, num_labels=len(job.data.columns.labels))
@@ -106,11 +104,6 @@ class ScriptState:
     def record(self, logits: Tensor, labels: Tensor) -> None:
         """`logits` and `labels`: f32 [size], or [size, T] with several labels, of an evaluation batch."""
         self._metrics.update(logits, labels)
-        self.evaluating = True
-
-    def record_ranks(self, ranks: Tensor) -> None:
-        """`ranks`: i64, of any number of positives of an evaluation batch."""
-        self._metrics.update_ranks(ranks)
         self.evaluating = True
 
     def close_evaluation(self, train_steps: int) -> Evaluation | None:
@@ -141,25 +134,8 @@ class ScriptState:
         return False
 
 
-class ScriptResults(ResultFiles):
-    """Keeps the losses and evaluations that the script records."""
-
-    _has_warned = False
-
-    def loss(self, train_step: int, loss: np.float32) -> None:
-        if train_step == self.train_steps:
-            super().loss(train_step, loss)
-        elif not self._has_warned:
-            self._has_warned = True
-            print_line(
-                f"only the losses of the first {self.train_steps} train steps are kept: record(loss=...) was called "
-                f"for train step {train_step}, but not for all before it"
-            )
+class ScriptResults(ResultsInMemory):
+    """Keeps the evaluations of what the script records."""
 
     def state(self) -> Tensors:
-        return super().state() if self.train_steps or self.evaluations else {}
-
-    def close(self) -> None:
-        super().close()
-        if not self.train_steps:
-            self.path.unlink(missing_ok=True)  # without losses there is no file
+        return super().state() if self.evaluations else {}

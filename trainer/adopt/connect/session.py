@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
@@ -27,15 +26,14 @@ from rowcast.trainer.adopt.connect.script_run import ScriptRun, SessionParts
 from rowcast.trainer.adopt.connect.script_state import EpochCount, ScriptState
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.embedding import Embeddings
-from rowcast.trainer.models.evaluate import require_integers
 from rowcast.trainer.step.cache import Step
 from rowcast.trainer.step.memory import Slots
 
 CHECKPOINT_POLL_S = 0.02
-TAKES = {
-    "train": "record(loss=...) takes the loss of a train batch",
-    "eval": "record(logits=...) and record(ranks=...) take results of an evaluation batch (batch.kind)",
-}
+NO_EVAL_BATCH = (
+    "record(logits=...) takes predictions of an evaluation batch (batch.kind): call it in the loop, before the loader "
+    "is asked for the next batch"
+)
 LEFT_BETWEEN_EPOCHS = (
     "the training script has left the loader between two epochs: one `for` loop over it is one epoch, and "
     "loader.stop() ends a run early"
@@ -57,7 +55,6 @@ class ScriptSession:
         self._next: Step | None = None  # received and not begun
         self._epoch: int | None = None  # the epoch of the newest step that was begun
         self._next_step: int | None = None  # where the run continues if it stops now; None before the first `peek`
-        self._loss: Tensor | None = None  # sum of the losses recorded for the current step
         self._follows_barrier = False  # a barrier came right before the current step
         sparse = self._job.optimizer.sparse
         self._optimizer_steps = OptimizerSteps(sparse.lr, rows_follow=sparse.schedule != LearningRateSchedule())
@@ -163,7 +160,7 @@ class ScriptSession:
         self._follows_barrier = self.run.engine.barrier.stop_reason is not None
         self.run.engine.loop.begin(step)
         self.current.begin(step)
-        self._epoch, self._loss = step.header.epoch, None
+        self._epoch = step.header.epoch
 
     def finish(self) -> None:
         """Raises RuntimeError if the script did not train the step as it seems to intend."""
@@ -174,24 +171,15 @@ class ScriptSession:
             self.current.end()
             self.run.train_steps += step.header.kind == "train"
             self._next_step = step.step + 1
-            self.run.engine.loop.finish(step, self._loss)
+            self.run.engine.loop.finish(step, None)
 
-    def record(self, loss: Tensor | float | None, logits: Tensor | None, ranks: Tensor | None) -> None:
-        """Records results of the current batch. Raises RuntimeError if there is no batch of that kind."""
+    def record(self, logits: Tensor) -> None:
+        """Records predictions for the current evaluation batch. Raises RuntimeError if there is none."""
         step = self.step
-        for given, kind in ((loss, "train"), (logits, "eval"), (ranks, "eval")):
-            if given is not None and (step is None or step.header.kind != kind):
-                raise RuntimeError(f"{TAKES[kind]}: call it in the loop, before the loader is asked for the next batch")
-        if loss is not None:
-            assert step is not None, "checked above"
-            mean = torch.as_tensor(loss, dtype=torch.float32, device=getattr(loss, "device", "cpu")).detach().mean()
-            self._loss = mean if self._loss is None else self._loss + mean
-        if logits is not None:
-            assert step is not None, "checked above"
-            labels = step.arrays["labels"]
-            self._script_state.record(logits.detach().float().reshape(labels.shape), labels)
-        if ranks is not None:
-            self._script_state.record_ranks(require_integers(ranks, "record(ranks=...)"))
+        if step is None or step.header.kind != "eval":
+            raise RuntimeError(NO_EVAL_BATCH)
+        labels = step.arrays["labels"]
+        self._script_state.record(logits.detach().float().reshape(labels.shape), labels)
         self.current.stream_order.record()
 
     def _close_evaluation(self) -> None:
