@@ -265,7 +265,7 @@ class Loader:
         If the batch still needs optimizer.step(), the loop ends after that. Then the loader yields no batches, and
         `state_dict()` holds the whole tables.
 
-        reason: a few words for the log and the report."""
+        reason: a few words for the log."""
         self._open()
         self._session.stop(reason)
 

@@ -2,7 +2,7 @@
 
 begin       the rows that this rank looks up              <- all ranks
 backward    gradients of rows                             -> the ranks that own them
-finish      stop requests, and whether logits were recorded <-> all ranks
+finish      stop requests, and what was recorded          <-> all ranks
 barrier     counts of an evaluation, random states        <-> all ranks, for one checkpoint
 
 Collectives run on the script's own process group, from its thread or autograd's: so they have one order on all ranks,

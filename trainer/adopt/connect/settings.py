@@ -31,7 +31,6 @@ from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.run.launch import read_launch
 
 JOB_FILE = "job.json"  # in the run directory: the job of both processes of an adopted run
-NO_DATA = "synthetic"  # data.format until a loader is connected
 # of configs in torch and TorchRec, what rowcast's tables do not do: name -> the value that asks for nothing
 NOT_DONE = {
     **dict.fromkeys(("padding_idx", "max_norm", "_weight", "dtype", "input_dim", "total_num_buckets"), None),
@@ -123,7 +122,7 @@ def job_content(configs: Sequence[Any], kind: Kind, optimizer: Any, capacity: An
             '{"kind": "adagrad", "lr": 0.05}'
         )
     content: dict[str, Any] = {
-        "data": {"format": NO_DATA},
+        "data": {"format": "synthetic"},  # until a loader is connected
         "tables": [table_content(config, kind) for config in configs],
         "model": {"kind": NO_MODEL},
         # the script has the dense optimizer
