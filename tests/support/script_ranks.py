@@ -269,8 +269,9 @@ class ScriptPair(InProcessRun):
                 torch.autograd.backward(loss)
                 rowcast.sum_gradients(side.model)
                 side.step(batch.train_step)
-                header = self.session.step.header  # type: ignore[union-attr]
-                self.own_losses.append(loss.detach() * (header.batch_size / header.share.batch_size))  # type: ignore[union-attr]
+                step: Any = self.session.step
+                whole = step.header.share or step.header
+                self.own_losses.append(loss.detach() * (step.header.batch_size / whole.batch_size))
                 torch.rand(1)  # as dropout does: its random numbers are the rank's own
                 self._ranks.behind(self, batch.train_step)
         self.results = RecordedResults(evaluations=list(self.session.run.results.evaluations))
