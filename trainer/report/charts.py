@@ -193,9 +193,6 @@ class Buckets:
 
 
 def in_buckets(losses: F32) -> Buckets:
-    """Draws a step that a script left out, whose loss is NaN, as the one before."""
-    known = np.flatnonzero(~np.isnan(losses))
-    losses = losses[known[np.maximum(np.searchsorted(known, np.arange(len(losses)), side="right") - 1, 0)]]
     begins = np.arange(0, len(losses), ceil(len(losses) / MOST_POINTS))
     ends = np.append(begins[1:], len(losses))
     return Buckets(
@@ -207,7 +204,7 @@ def in_buckets(losses: F32) -> Buckets:
 
 
 def loss_chart(run: RunRecord) -> Chart:
-    if np.isnan(run.losses).all():
+    if not len(run.losses):
         return Chart(title="Loss", caption="No train step was done.")
     if num_lost := np.count_nonzero(~np.isfinite(run.losses)):
         return Chart(title="Loss", caption=f"{num_lost:,} of {len(run.losses):,} losses are not finite.")

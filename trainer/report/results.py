@@ -143,7 +143,7 @@ class ResultFiles:
     def __init__(self, run_dir: Path) -> None:
         self.evaluations: list[Evaluation] = []  # of the whole run, restarts included
         self.listeners: Sequence[Callable[[Evaluation], None]] = ()  # called with each finished evaluation
-        self.skipped = array("q")  # train steps that a script left out, without a loss, or a model's own step
+        self.skipped = array("q")  # train steps whose dense weights a model's own step left as they were
         self.path = run_dir / LOSSES
         self._losses = array("f")
         self._file: IO[bytes] | None = None
@@ -180,8 +180,7 @@ class ResultFiles:
     @property
     def mean_loss(self) -> float | None:
         recent = np.array(self._losses[-RECENT:])
-        known = recent[~np.isnan(recent)]  # NaN: a script left out the step
-        return float(np.mean(known, dtype=np.float64)) if len(known) else None
+        return float(np.mean(recent, dtype=np.float64)) if len(recent) else None
 
     @property
     def first_loss(self) -> float | None:
