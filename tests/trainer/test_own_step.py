@@ -19,7 +19,7 @@ from rowcast.trainer.models.job_model import JobModel
 from rowcast.trainer.models.model_state import require_finite
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.page import job_sections
-from rowcast.trainer.run.rank_group import OnlyRank, require_same_states
+from rowcast.trainer.run.rank_group import OnlyRank, same_states
 from rowcast.trainer.step.engine import learning_rates
 from tests.support import jobs
 from tests.support.batches import NUM_DENSE, small_job
@@ -185,17 +185,17 @@ class Ranks(OnlyRank):
 
 
 def test_a_state_that_differs_between_ranks_and_a_failure_of_one_end_all_by_name() -> None:
-    require_same_states(Ranks(), lambda: {"a": "1", "b": "2"})
+    same_states(Ranks(), lambda: {"a": "1", "b": "2"})
     with pytest.raises(ConfigError, match=facts("b", "rank 1", "rank 0")):
-        require_same_states(Ranks(b'{"a": "1", "b": "3"}'), lambda: {"a": "1", "b": "2"})
+        same_states(Ranks(b'{"a": "1", "b": "3"}'), lambda: {"a": "1", "b": "2"})
     with pytest.raises(ConfigError, match=r"^the other's$"):
-        require_same_states(Ranks(b'{"": "the other\'s"}'), dict)
+        same_states(Ranks(b'{"": "the other\'s"}'), dict)
 
     def fails() -> dict[str, str]:
         raise Diverged("this one's")
 
     with pytest.raises(ConfigError, match=r"^this one's$"):
-        require_same_states(Ranks(), fails)
+        same_states(Ranks(), fails)
 
 
 def test_page_gauge_and_check_say_who_trains() -> None:

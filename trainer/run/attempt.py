@@ -43,14 +43,7 @@ from rowcast.trainer.run.connection import MODEL, Connection
 from rowcast.trainer.run.errands import TRAIN, Errand
 from rowcast.trainer.run.launch import read_launch
 from rowcast.trainer.run.machine import prepared, set_threads, settle, warn_of_overridden
-from rowcast.trainer.run.rank_group import (
-    Group,
-    await_complete,
-    gathered_report,
-    meet_together,
-    party_of,
-    require_same_states,
-)
+from rowcast.trainer.run.rank_group import Group, await_complete, gathered_report, meet_together, party_of, same_states
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
 from rowcast.trainer.step.metrics import new_counters
 
@@ -148,7 +141,7 @@ class TrainerAttempt:
             runner = self._runner(group, records, welcome.num_dense, clock, stop)
             runner.dense_step.skipped = self._results.skipped
             if run.errand.mode == "train":
-                require_same_states(group, runner.tried)
+                same_states(group, runner.tried)
             return runner, runner
 
         engine = connection.start(make_streams, make_model, self._results)

@@ -312,7 +312,7 @@ def meet_together(
     return welcome if all_start(group, start_of(welcome, machine), timeout_s, leaves) else None
 
 
-def require_same_states(group: Group, tried: Callable[[], dict[str, str]]) -> None:
+def same_states(group: Group, tried: Callable[[], dict[str, str]]) -> None:
     """Calls `tried` on all ranks, before the first step. Raises ConfigError, the same on every rank, for the first
     error, and for the first state that another rank does not begin with."""
     try:
