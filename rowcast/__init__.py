@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from rowcast.protocol.batch import Batch
     from rowcast.trainer.adopt.adopt import adopt, ahead, ahead_calls
     from rowcast.trainer.adopt.connect.batch import JaggedTensor
-    from rowcast.trainer.adopt.connect.dense_sum import sum_gradients
     from rowcast.trainer.adopt.connect.loader import Loader, connect
     from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection, EmbeddingCollection
     from rowcast.trainer.adopt.connect.settings import EmbeddingBagConfig, EmbeddingConfig
+    from rowcast.trainer.adopt.gradient_sum import sum_gradients
     from rowcast.trainer.adopt.mapped_tables import tables
     from rowcast.trainer.models.evaluate import ranks_among
     from rowcast.trainer.models.sequences import Sequences
@@ -93,7 +93,7 @@ MODULES = {
     "draws": "rowcast.prefetcher.readers.draws",
     "load": "rowcast.deploy.run",
     "ranks_among": "rowcast.trainer.models.evaluate",
-    "sum_gradients": "rowcast.trainer.adopt.connect.dense_sum",
+    "sum_gradients": "rowcast.trainer.adopt.gradient_sum",
     "tables": "rowcast.trainer.adopt.mapped_tables",
     "train": "rowcast.deploy.run",
 }

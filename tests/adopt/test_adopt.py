@@ -3,7 +3,7 @@
 import copy
 import io
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rowcast
@@ -466,27 +465,6 @@ def test_compiled_modules_behind_the_look_ups_have_the_scripts_bits() -> None:
 
     seen = script(lambda model: rowcast.adopt(model, "60 rows", tables=["user"]))
     assert are_equal(seen, script(lambda model: model))
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_data_parallel_models_are_refused(process_group: None) -> None:
-    wrapped = DistributedDataParallel(Model())
-    assert refused(ConfigError, lambda: rowcast.adopt(wrapped, "60 rows")) == (
-        "the model is within DistributedDataParallel, which reduces gradients that adopted tables do not have; train "
-        "on one device, without it"
-    )
-    adopted = DistributedDataParallel(rowcast.adopt(Model(), "60 rows"))
-    assert refused(ConfigError, lambda: adopted(Clicks().x)) == (
-        "DistributedDataParallel reduces gradients that the adopted table item.weight does not have; train on one "
-        "device without it, or leave the table there by keep=['item.weight']"
-    )
 
 
 # tables in files

@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import FileStore
 import rowcast
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.connect import dense_sum
+from rowcast.trainer.adopt import gradient_sum
 from rowcast.trainer.adopt.connect.loader import require_group
-from rowcast.trainer.adopt.connect.rank_session import ScriptCollectives
+from rowcast.trainer.adopt.ranks import ScriptCollectives
 from rowcast.trainer.device.cuda import adopted_streams
 from rowcast.trainer.models.exchanges import Complete, Exchanges, LocalCollectives
 from rowcast.trainer.run.launch import read_launch
@@ -99,7 +99,9 @@ def test_gradients_are_summed_on_one_rank_by_leaving_them_and_on_several_in_a_lo
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
-    with pytest.raises(ConfigError, match=r"what ranks of rowcast\.connect computed; call it in the loader's loop"):
+    with pytest.raises(
+        ConfigError, match=r"no process group to add over; call torch\.distributed\.init_process_group\(\) first"
+    ):
         rowcast.sum_gradients(layer)
 
 
@@ -144,7 +146,7 @@ class OnlyRankSession:
 
 
 def test_weights_that_are_unfrozen_later_are_summed_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense_sum, "OPEN", [OnlyRankSession()])
+    monkeypatch.setattr(gradient_sum, "OPEN", [OnlyRankSession()])
     layer = nn.Linear(2, 1)
     layer.bias.requires_grad_(False)
     for given in (False, True):

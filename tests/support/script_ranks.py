@@ -27,9 +27,10 @@ from rowcast.protocol.parts import Rank
 from rowcast.runtime.run_directory import pair_folder
 from rowcast.trainer.adopt.connect.batch import LoadedBatch
 from rowcast.trainer.adopt.connect.loader import Loader
-from rowcast.trainer.adopt.connect.rank_session import OPEN, RankSession
+from rowcast.trainer.adopt.connect.rank_session import RankSession
 from rowcast.trainer.adopt.connect.script_run import ScriptRun, SessionParts
 from rowcast.trainer.adopt.connect.script_state import ScriptState
+from rowcast.trainer.adopt.ranks import OPEN
 from rowcast.trainer.device.streams import PlainStreams, Streams
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.models.job_model import JobModel

@@ -20,13 +20,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.nn.parallel import DistributedDataParallel
 
 from rowcast.runtime.errors import ConfigError, listed, nearest
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import script_optimizer  # noqa: F401 - it follows the script's optimizers from here on
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, store_of
+from rowcast.trainer.adopt.data_parallel import refuse_earlier, refuse_wrappers
 from rowcast.trainer.adopt.given_ids import LookedUp, given_by
 from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
 from rowcast.trainer.adopt.rows import Home
@@ -52,18 +52,16 @@ def adopt(
     count for nothing. memory: of the host for the prefetcher, such as "4GiB"; trained rows that it cannot hold are kept
     in files of the script's temporary folder. A table that is adopted already stays so.
 
+    On several ranks call it before DistributedDataParallel(model), or use `rowcast.sum_gradients(model)`.
+
     Raises ConfigError for names that the model lacks, a table that is not float32, and a model within
-    DistributedDataParallel."""
+    DistributedDataParallel, FSDP or DeepSpeed."""
     room, store = Capacity.of(capacity), store_of(memory)
-    if any(isinstance(own, DistributedDataParallel) for own in model.modules()):
-        raise ConfigError(
-            "the model is within DistributedDataParallel, which reduces gradients that adopted tables do not have; "
-            "train on one device, without it"
-        )
     found = tables_of(model, tables, keep)
     _parameters.update(model.named_parameters(remove_duplicate=False))
     chosen = those_that_do_not_fit(found, room)
     for name in chosen:
+        refuse_wrappers(model, name)
         refuse_other_kinds(name, found[name])
     if chosen:
         of_process = doors(room, room.left_by(own for name, own in found.items() if name not in chosen), store)
@@ -173,7 +171,7 @@ class Doors:
         become(parameter, table)
 
         def note(ids: Tensor) -> None:
-            refuse_data_parallel(name)
+            refuse_earlier(table)
             self.settle()
             self.engine.look_up(home.device)
             self.reading.note(key, ids)
@@ -225,14 +223,6 @@ def doors(room: Capacity, left: Capacity, store: Mapping[str, Any]) -> Doors:
                 f"share it: give this one the same instead of {given!r}, or drop the other and call gc.collect()"
             )
     return _doors[0]
-
-
-def refuse_data_parallel(name: str) -> None:
-    if DistributedDataParallel._active_ddp_module is not None:
-        raise ConfigError(
-            f"DistributedDataParallel reduces gradients that the adopted table {name} does not have; train on one "
-            f"device without it, or leave the table there by keep=[{name!r}]"
-        )
 
 
 def adopts() -> bool:

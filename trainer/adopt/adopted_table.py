@@ -35,6 +35,8 @@ class AdoptedTable:
         self.is_stepped = False  # an optimizer has used it
         self.trained: Any = None  # of `script_optimizer.py`, once an optimizer has stepped it
         self.note: Callable[[Tensor], None] = lambda ids: None  # hears the ids of each look-up
+        self.arrives: Callable[[], None] = lambda: None  # hears of a backward pass: of `data_parallel.py`, on ranks
+        self.is_summed = True  # the gradient is that of all ranks
         self.step_rows = home.read(self._no_rows())
         self._no_grad = torch.zeros(1, self.dim, device=parameter.device)  # of rows that were not looked up
         self._num_changes = home.num_changes  # that the step's rows have
@@ -150,15 +152,17 @@ class AdoptedTable:
         with torch.no_grad():
             if self._backward is None:
                 self._backward = ids, gradient
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+                self.arrives()
+                torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
             else:
                 union, (new, old) = over_union((ids, gradient), self._backward)
                 self._first = new + old
                 self._backward = union, self._first  # in this order: torch keeps the entries of a sparse sum in it
 
     @torch.no_grad()
-    def _end_backward(self) -> None:
-        assert self._backward is not None, "a gradient has asked for this call"
+    def end_backward(self) -> None:
+        if self._backward is None:
+            return
         (ids, gradient), self._backward = self._backward, None
         first, self._first = self._first, None
         assert first is not None, "it came with the gradient"
@@ -175,7 +179,7 @@ class AdoptedTable:
             self.grad += grad
         else:
             self.grad = grad.clone() if hooks and grad is not given else grad
-        self.is_stepped = False
+        self.is_stepped = self.is_summed = False
         for end in ends:
             end(self.parameter)
 
@@ -210,6 +214,19 @@ class AdoptedTable:
         if not bool(known.all()) or not len(ids):
             ids, at = torch.unique(rows, return_inverse=True)
         return ids, sparse_like(grad, at, len(ids))
+
+    def own_gradient(self) -> tuple[Tensor, Tensor, bool] | None:
+        """Returns ids, i64 [n] ascending, their gradient on this rank, [n, D], and whether it is sparse."""
+        if self.grad is None or not self.grad.is_sparse:
+            return None if self.grad is None else (*self.step_gradient(), False)
+        grad = self.grad.coalesce()
+        return grad._indices()[0], grad._values(), True
+
+    def set_sum(self, ids: Tensor, gradient: Tensor, *, is_sparse: bool) -> None:
+        """Sets the gradient of all ranks. `gradient`: [n, D] of rows `ids`, i64 [n] ascending."""
+        self.grad, self.is_stepped, self.is_summed = self._shown(ids, gradient), False, True
+        if is_sparse:
+            self.grad = torch.sparse_coo_tensor(ids[None], gradient, self.shape, is_coalesced=True)
 
     def of_step(self, array: Tensor, ids: Tensor) -> Tensor:
         """Takes rows from an array [U, ...] over the step's. `ids`: i64 [n], of these."""

@@ -291,15 +291,16 @@ def own_folder() -> tuple[Path, IO[str]]:
                 shutil.rmtree(left.parent, ignore_errors=True)
     try:
         run_dir.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f"{run_dir.name}.", dir=run_dir.parent))
+        new = Path(tempfile.mkdtemp(prefix=f"new.{run_dir.name}.", dir=run_dir.parent))
     except OSError as error:
         raise ConfigError(
             f"{run_dir.parent} cannot be written ({error.strerror}), and the rows of adopted tables are kept there; "
             "start the script in another directory"
         ) from None
     with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        lock = stack.enter_context((folder / LOCK).open("w"))
-        try_lock(lock.fileno(), folder / LOCK)  # nobody else knows it yet
+        stack.callback(shutil.rmtree, new, ignore_errors=True)
+        lock = stack.enter_context((new / LOCK).open("w"))
+        try_lock(lock.fileno(), new / LOCK)
+        folder = new.rename(new.with_name(new.name.removeprefix("new.")))  # other ranks may look from here on
         stack.pop_all()
     return folder, lock

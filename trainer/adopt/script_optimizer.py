@@ -24,6 +24,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.catch_up import catch_up
+from rowcast.trainer.adopt.data_parallel import refuse_alone
 from rowcast.trainer.adopt.optimizer_trial import Rule, SpotCheck, refuse_kind, remedy, settings_of, try_rule
 from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.adopt.step_log import StepLog, rows_of
@@ -177,6 +178,7 @@ def make_ready(optimizer: Optimizer) -> None:
     for table, group in tables_of(optimizer):
         if table.grad is None or is_ready(table, optimizer):
             continue
+        refuse_alone(table)
         if os.getpid() != table.pid:
             raise ConfigError(
                 f"process {os.getpid()} was forked from {table.pid}, which adopted {table.name}, and its steps would "

@@ -1,4 +1,4 @@
-"""Exchanges tensors between ranks over torch.distributed's default group: gloo for a CPU, NCCL for a GPU.
+"""Exchanges tensors between ranks over torch.distributed, mostly its default group: gloo for a CPU, NCCL for a GPU.
 
 On a CPU the main thread polls a collective, because an error of a different thread must end the wait. On a GPU the
 stream waits, not the host: the main thread only looks at the oldest collective between other work (`watch`). Both have
@@ -32,6 +32,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class TorchCollectives:
     """Implements `Collectives`. The process has joined the group already."""
 
+    group: dist.ProcessGroup | None = None  # the default one
     advice = "look for one that was stopped or is slow, or raise ranks.timeout"  # after a time-out
 
     def __init__(self, rank: Rank, timeout_s: float, check: Callable[[], object] = lambda: None) -> None:
@@ -60,10 +61,10 @@ class TorchCollectives:
             self._since_s = time.monotonic()
 
     def all_to_all(self, output: Tensor, given: Tensor, receive: Sizes, send: Sizes) -> Work:
-        return self._start(output, lambda: dist.all_to_all_single(output, given, receive, send, async_op=True))
+        return self._start(output, lambda: dist.all_to_all_single(output, given, receive, send, self.group, True))
 
     def all_gather(self, output: Tensor, given: Tensor) -> Work:
-        return self._start(output, lambda: all_gather(output, given, async_op=True))
+        return self._start(output, lambda: all_gather(output, given, self.group, True))
 
     def _start(self, output: Tensor, start: Callable[[], Work | None]) -> Work:
         self.watch()
@@ -82,10 +83,13 @@ class TorchCollectives:
         waited_s = time.monotonic() - self._since_s
         if self._begun and waited_s > self._timeout_s:
             raise PeerLost(
-                f"{self._own} waited {waited_s:.0f} s for the other ranks to exchange {self._begun[0][1]}; "
+                f"{self._own} waited {waited_s:.0f} s for {self._awaited()} to exchange {self._begun[0][1]}; "
                 f"{self.advice}"
             )
         return waited_s
+
+    def _awaited(self) -> str:
+        return "the other ranks"
 
     def _until(self, work: Work) -> None:
         pause_s = SHORTEST_PAUSE_S

@@ -9,8 +9,6 @@ Collectives run on the script's own process group, from its thread or autograd's
 together with those of its dense side. Ranks meet, and call `loader.stop`, over torchrun's store.
 """
 
-import atexit
-import sys
 import time
 from collections.abc import Callable
 
@@ -20,12 +18,12 @@ from torch import Tensor
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.parts import Rank, belonging
 from rowcast.runtime.errors import ConfigError, PeerLost
-from rowcast.runtime.stops import leave_at_once
 from rowcast.trainer.adopt.connect.current_step import StreamOrder
-from rowcast.trainer.adopt.connect.dense_weights import DenseWeights
 from rowcast.trainer.adopt.connect.script_run import SessionParts
 from rowcast.trainer.adopt.connect.script_state import ScriptState
 from rowcast.trainer.adopt.connect.session import ScriptSession
+from rowcast.trainer.adopt.dense_weights import DenseWeights
+from rowcast.trainer.adopt.ranks import MADE, OPEN, ScriptCollectives
 from rowcast.trainer.device.cuda import adopted_streams
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.embedding import Embeddings
@@ -35,7 +33,6 @@ from rowcast.trainer.models.model_state import Tensors, random_state
 from rowcast.trainer.models.row_exchange import RowExchange
 from rowcast.trainer.models.shared_embeddings import SharedEmbeddings
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedEvaluation
-from rowcast.trainer.models.torch_collectives import TorchCollectives
 from rowcast.trainer.step.cache import Step
 from rowcast.trainer.step.memory import Slots
 
@@ -51,27 +48,6 @@ DIFFER = "of step {} rank {} has recorded other things than rank 0: call loader.
 STOPS_TOGETHER = "loader.stop() ends a run on several ranks if all call it in the same step"
 # what a rank tells of a step
 TRAINED, LOGITS = 1, 2
-
-
-class ScriptCollectives(TorchCollectives):
-    """On the script's process group."""
-
-    advice = (
-        "look for a rank whose loop has left out a look-up or sum_gradients() or has a batch "
-        "fewer, or that was stopped or is slow; or raise ranks.timeout"
-    )
-    _is_broken = False
-
-    @property
-    def leaves_work(self) -> bool:
-        """Whether a collective has not ended, or has failed: torch may wait for its other ranks when Python ends."""
-        if not self._is_broken:
-            self._forget_complete()
-        return self._is_broken or bool(self._begun)
-
-    def _broken(self, error: RuntimeError) -> PeerLost:
-        self._is_broken = True
-        return super()._broken(error)
 
 
 class RankState(ScriptState):
@@ -143,7 +119,7 @@ class RankSession(ScriptSession):
         MADE.append(self._collectives)
         self.exchanges = Exchanges(self._collectives, lambda lap: None)
         self._script_state = RankState(parts, rank, self.exchanges, self._attend, self._compare)
-        self._dense_weights = DenseWeights(self._trains, self._script_state.await_device)
+        self._dense_weights = DenseWeights(lambda weight: self._trains(), self._script_state.await_device)
         self.run.stack.callback(self._dense_weights.close)
         self._own_told = torch.zeros(2, dtype=torch.float32, device=parts.device)  # asked to stop, what
         self._what = 0  # what the script has done with the current step
@@ -207,7 +183,7 @@ class RankSession(ScriptSession):
 
     def _compare(self) -> None:
         if not self.run.ended:
-            self._dense_weights.compare(self.run.group, self.train_steps)
+            self._dense_weights.compare(self.run.group.gather, self.train_steps)
 
     def _tell(self, step: Step) -> None:
         """Tells the other ranks of the step."""
@@ -273,18 +249,3 @@ class RankSession(ScriptSession):
         if self._parts.dense is not None:
             self._script_state.issue_state(adopted_streams(self._parts.device))
         super().keep_final_state()
-
-
-OPEN: list[RankSession] = []  # of this process
-MADE: list[ScriptCollectives] = []
-
-
-@atexit.register
-def leave_broken() -> None:
-    """Ends the process at once if it lost a rank: else it would wait for that one until the group's own time-out."""
-    if any(own.leaves_work for own in MADE):
-        for session in tuple(OPEN):
-            session.leave()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        leave_at_once(PeerLost.exit_code)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -12,7 +13,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.run.meeting import decoded
-from rowcast.trainer.run.rank_group import Group
 
 REMEDY = "wrap the model in DistributedDataParallel, or call rowcast.sum_gradients(model) after backward()"
 APART = (
@@ -28,32 +28,35 @@ BEGAN_APART = (
 class DenseWeights:
     """What the torch.optim optimizers of this rank have trained since the last comparison."""
 
-    def __init__(self, trains: Callable[[], bool], await_device: Callable[[], None]) -> None:
-        """`trains`: whether a train step has begun and is not finished."""
-        self._trains, self._await_device = trains, await_device
-        self._optimizers = set[Optimizer]()
+    def __init__(self, counts: Callable[[Tensor], bool], await_device: Callable[[], None]) -> None:
+        """`counts`: whether a weight that an optimizer steps now shall be the same on all ranks."""
+        self._counts, self._await_device = counts, await_device
+        self._optimizers = WeakSet[Optimizer]()
         self._weights = dict[Tensor, tuple[str, str]]()  # where it is, and its checksum before the step
         self.close = register_optimizer_step_pre_hook(self._steps).remove
 
     def _steps(self, optimizer: Optimizer, arguments: tuple[Any, ...], options: dict[Any, Any]) -> None:
-        if optimizer in self._optimizers or not self._trains():
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        counted = [(number, weight) for number, weight in enumerate(weights) if self._counts(weight)]
+        if optimizer in self._optimizers or not counted:
             return
         self._await_device()
         self._optimizers.add(optimizer)
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        for number, weight in enumerate(weights):
+        for number, weight in counted:
             place = f"weight {number} of {type(optimizer).__name__}, {list(weight.shape)}"
             self._weights.setdefault(weight, (place, checksum(weight)))
 
-    def compare(self, group: Group, train_steps: int) -> None:
-        """Call it on all ranks after the same train step. Raises ConfigError, the same on each, or PeerLost."""
+    def compare(self, gather: Callable[[bytes], list[bytes]], train_steps: int) -> None:
+        """Call it on all ranks after the same train step. `gather`: of `rank_group.Group`.
+
+        Raises ConfigError, the same on each, or PeerLost."""
         self._await_device()
         own = msgspec.json.encode([(*known, checksum(weight)) for weight, known in self._weights.items()])
         self._optimizers.clear()
         self._weights.clear()
-        if len({*group.gather(xxhash.xxh3_64_hexdigest(own).encode())}) == 1:
+        if len({*gather(xxhash.xxh3_64_hexdigest(own).encode())}) == 1:
             return
-        first, *others = (decoded(told, list[tuple[str, str, str]]) for told in group.gather(own))
+        first, *others = (decoded(told, list[tuple[str, str, str]]) for told in gather(own))
         for rank, told in enumerate(others, 1):
             for here, there in zip_longest(first, told, fillvalue=("", "", "")):
                 if here != there:

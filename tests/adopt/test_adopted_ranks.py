@@ -1,0 +1,157 @@
+"""Adopted scripts on several ranks, under torchrun: the bits of the script un-adopted on as many."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel
+
+import rowcast
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.data_parallel import refuse_wrappers
+from tests.support.processes import Process, Session
+
+STEPS = 16
+VIEWS = {"gradient_as_bucket_view": True}
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[Session]:
+    with Session(tmp_path) as own:
+        yield own
+
+
+def start(session: Session, ranks: int, *cases: dict[str, Any], timeout: int = 60) -> Process:
+    wishes = {
+        "folder": str(session.folder),
+        "timeout": timeout,
+        "cases": [{"optimizer": "adam", "steps": STEPS, **own} for own in cases],
+    }
+    arguments = [f"--nproc-per-node={ranks}", "-m", "tests.adopt.summed_script", json.dumps(wishes)]
+    return session.start_module("rowcast.deploy.torchrun", *arguments, PYTHONPATH=".")
+
+
+def assert_same(session: Session, ranks: int, *cases: dict[str, Any]) -> None:
+    ended = start(session, ranks, *cases).ended(300)
+    assert ended.code == 0, ended.stderr
+    for rank in range(ranks):
+        found = json.loads((session.folder / f"{rank}.found").read_text())
+        assert [differ for differ, *_ in found] == [0] * len(cases), f"rank {rank}: {found}"
+        assert all(compared > 43_000 for _, compared, *_ in found)
+        for own, (_, _, starts, _) in zip(cases, found, strict=True):
+            assert bool(starts) == own.get("engine", False)
+    assert session.remains(killed=True) == []
+
+
+@pytest.mark.timeout(320)
+def test_two_ranks_of_ddp_have_the_bits_of_stock_ddp(session: Session) -> None:
+    assert_same(
+        session,
+        2,
+        {"optimizer": "sparse"},
+        # the users' table is looked up by one rank a step, or by none; rank 1 begins with other values
+        {"in_turn": True, "epochs": 2, "engine": True, "seeds": True},
+        {"optimizer": "momentum", "in_turn": True, "accumulate": 3, "clip": 0.01},
+        {"optimizer": "adamw", "in_turn": True, "clip": 0.01, "set_to_none": False, "alone": True, "ddp": VIEWS},
+        {"ddp": {"static_graph": True}},
+    )
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_with_sum_gradients_have_the_bits_of_the_script_with_it_on_as_many(ranks: int, session: Session) -> None:
+    assert_same(
+        session,
+        ranks,
+        {"sum": True, "in_turn": True, "engine": True, "epochs": 2},
+        {"sum": True, "optimizer": "momentum", "in_turn": True, "clip": 0.01},
+        {"sum": True, "optimizer": "adamw", "accumulate": 3, "set_to_none": False, "alone": True},
+    )
+
+
+@pytest.mark.parametrize("sums", [False, True])
+def test_a_rank_that_is_away_is_named_after_the_time_out_of_the_group(sums: bool, session: Session) -> None:
+    away = {"sum": sums, "adopted_only": True, "leaves": "60", "leaves_at": {"1": 4}}
+    ended = start(session, 3, away, timeout=5).ended(200)
+    assert ended.code == 3
+    what = f"{'the dense' if sums else 'sizes of the table'} gradients of train step 5"
+    assert f"rank 0 of 3 waited 5 s for rank 1 to exchange {what}; look for one with a batch fewer" in ended.stderr
+
+
+def test_a_rank_that_is_killed_ends_the_others(session: Session) -> None:
+    killed = {"adopted_only": True, "engine": True, "leaves": "SIGKILL", "leaves_at": {"1": 3}}
+    ended = start(session, 2, killed).ended(200)
+    assert ended.code
+    assert "rank 0 of 2 lost another rank while they exchanged" in ended.stderr
+    session.until_alone(30)
+
+
+def test_ranks_that_begin_with_other_tables_are_refused_without_ddp(session: Session) -> None:
+    ended = start(session, 2, {"sum": True, "adopted_only": True, "seeds": True}).ended(200)
+    assert ended.code
+    assert "rank 1 begins with other values of the adopted table bias than rank 0; make the model from" in ended.stderr
+
+
+# refused by name
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.item = nn.Embedding(50, 4)
+        self.top = nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.top(self.item(ids))
+        return logits
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank", "no_engine", "let_go")
+def test_ddp_that_was_made_before_adopt_is_refused_with_the_right_order() -> None:
+    sentence = (
+        "DistributedDataParallel was made before the table {} was adopted, and has a gradient of all its rows; "
+        "write model = rowcast.adopt(model, ...) first, then net = DistributedDataParallel(model)"
+    )
+    model = Tables()
+    net = DistributedDataParallel(model)
+    with pytest.raises(ConfigError) as refused:
+        rowcast.adopt(net, "10 rows")
+    assert str(refused.value) == sentence.format("module.item.weight")
+    rowcast.adopt(model, "10 rows")
+    with pytest.raises(ConfigError) as refused:
+        net(torch.tensor([1]))
+    assert str(refused.value) == sentence.format("item.weight")
+    DistributedDataParallel(model)(torch.tensor([1])).sum().backward()
+    assert model.item.weight.grad is not None
+
+
+@pytest.mark.parametrize("package", ["torch.distributed.fsdp.fully_sharded_data_parallel", "deepspeed.runtime.engine"])
+def test_wrappers_that_cut_parameters_are_refused_by_name(package: str) -> None:
+    wrapper = type("Wrapper", (nn.Sequential,), {"__module__": package})
+    with pytest.raises(ConfigError, match=r"^Wrapper was made before the table 0\.item\.weight was adopted, and has"):
+        rowcast.adopt(wrapper(Tables()), "10 rows")
+    refuse_wrappers(Tables(), "item.weight")
+
+
+@pytest.mark.usefixtures("no_engine", "let_go")
+def test_a_step_of_a_rank_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rowcast.adopt(Tables(), "10 rows")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    model(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match=r"table item\.weight is of this rank alone, and there are 2; use"):
+        optimizer.step()
