@@ -14,6 +14,7 @@ Your own training script needs one line instead:
 
     adopt                    the tables of a model stay its parameters, and only rows of coming steps are on the device
     ahead, ahead_calls       batches that are not from a DataLoader, read ahead
+    sum_gradients            on several ranks, a mean of the model's gradients that has one order of additions
     tables                   a context: `nn.Embedding` gets a weight in a file, for tables larger than memory
 
 `connect` is for a script whose run the prefetcher reads, saves and resumes itself (docs/connect.md):
@@ -23,7 +24,6 @@ Your own training script needs one line instead:
     EmbeddingCollection      the same without pooling: `forward` returns a JaggedTensor for each feature
     EmbeddingConfig          one table of it
     connect                  returns a Loader: iterate over it instead of your data loader
-    sum_gradients            on several ranks, a mean of the model's gradients that has one order of additions
     Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
     Batch                    what a data factory yields (`data.format = "package.module:factory"`)
     Job                      the job file, which data and model factories receive
