@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import GroupHeader, StepHeader
@@ -174,6 +175,8 @@ class Runner:
     def tried(self) -> dict[str, str]:
         """Saves and restores what is the user's, before the first step. Returns the checksum of each state, by name.
         Raises ConfigError for what no checkpoint can hold, and Diverged for what is not finite."""
+        if self._job.model.kind in BUILT_IN_MODELS:
+            return {}
         name, restore = type(self.model).__name__, partial(restore_model, self.model)
         checksums = {name: saved_and_restored(name, partial(model_state, self.model), restore)}
         checksums |= self.dense_step.tried()
