@@ -20,7 +20,7 @@ from rowcast.trainer.adopt import adopt, row_gradient, script_optimizer
 from rowcast.trainer.adopt.adoption import Adoption
 from rowcast.trainer.adopt.read_ahead import ReadAhead
 from rowcast.trainer.adopt.row_gradient import say_of_sums
-from rowcast.trainer.adopt.rows import Records
+from rowcast.trainer.adopt.rows import Records, positions
 from rowcast.trainer.adopt.table_parameter import TableParameter
 from tests.support.facts import facts
 
@@ -567,3 +567,15 @@ def test_tables_are_read_and_looked_up_in_inference_mode() -> None:
         return ended + trained(model, optimizer)
 
     assert are_equal(script(seeded()), script(rowcast.adopt(seeded(), "60 rows")))
+
+
+@pytest.mark.parametrize("num_wanted", [3, 700, 5000])
+def test_positions_of_ids_are_those_of_a_search_whatever_the_calls_before_have_left(num_wanted: int) -> None:
+    drawn = torch.Generator().manual_seed(num_wanted)
+    for size in (40, 3000, 900, 200_000):
+        ids = torch.unique(torch.randint(0, size, (800,), generator=drawn))
+        wanted = torch.randint(-5, size + 5, (num_wanted,), generator=drawn)
+        at, known = positions(ids, wanted)
+        assert torch.equal(known, torch.isin(wanted, ids))
+        assert torch.equal(ids[at[known]], wanted[known])
+        assert 0 <= int(at.min()) <= int(at.max()) < len(ids)

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.trainer.adopt.catch_up import catch_up, made_anew, step_twin, step_without_hooks
+from rowcast.trainer.adopt.read_ahead import is_same
 from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.adopt.step_log import StepLog, has_rows, hyper_of, is_number, rows_of
 
@@ -199,13 +200,13 @@ def numbers_of(group: Mapping[str, Any], state: Mapping[str, Any], names: Iterab
     return repr([float(own) if isinstance(own, Tensor) else own for own in simple])
 
 
-def random_states() -> str:
-    return repr((random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state().numpy().tobytes()))
+def random_states() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
 
 
-def has_drawn(before: str) -> bool:
+def has_drawn(before: tuple[Any, ...]) -> bool:
     """Whether this thread has: where there are others, theirs are not told apart, and other bits refuse a rule."""
-    return threading.active_count() == 1 and random_states() != before
+    return threading.active_count() == 1 and not all(map(is_same, before, random_states()))
 
 
 class SpotCheck:

