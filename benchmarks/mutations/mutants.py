@@ -949,6 +949,18 @@ tests/test_signals.py::test_signals_within_a_second_are_one_and_what_a_parent_pa
 """
 
 ADOPTED = """\
+tests/adopt/test_foreseen_ids.py::test_sasrec_over_lists_is_foreseen_as_its_function_gives_the_ids
+    what the function of a script draws stays drawn
+        self._give_ids if self.give_ids is not no_ids else no_ids => self.give_ids
+::test_what_the_function_gives_wrongly_is_refused_at_its_batch
+    an id that the function gives may be outside of its table
+        (ids >= 0) & (ids < table.num_embeddings) => (ids >= 0)
+::test_sizes_that_the_step_reads_from_its_batch_are_foreseen
+    a list that the step reads is a constant
+        recorder.note_list(tensor, numbers) => pass
+tests/adopt/test_adopt.py::test_positions_of_ids_are_those_of_a_search_whatever_the_calls_before_have_left
+    a place that an earlier call has left is beyond the step's rows
+        at = at.clamp_(max=len(ids) - 1) => pass
 tests/adopt/test_script_engine.py::test_every_read_gives_the_last_write
     rows that are written while a step fetches them come as they were before
         if self._current is None or step.number != self._current.step: => if False:
