@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rowcast
-from rowcast.trainer.adopt import adopt
+from rowcast.trainer.adopt import adopt, ranks
 from rowcast.trainer.adopt.adoption import Adoption
 
 ROWS, CAPACITY, BATCH = (3000, 2000), "1500 rows", 16
@@ -68,7 +68,7 @@ def optimizers(model: Model, kind: str) -> list[torch.optim.Optimizer]:
 
 def train(wishes: dict[str, Any], *, adopted: bool) -> list[Tensor]:
     """Returns losses, norms of gradients, and all weights."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank if wishes.get("seeds") else 0)
     kind, sums, every = wishes["optimizer"], wishes.get("sum", False), wishes.get("accumulate", 1)
     model = Model(sparse=kind == "sparse")
@@ -87,7 +87,7 @@ def train(wishes: dict[str, Any], *, adopted: bool) -> list[Tensor]:
         for step, (ids, labels) in enumerate(DataLoader(data, BATCH, sampler=sampler)):
             is_last = (step + 1) % every == 0
             # of a table that the ranks look up in turn; in some steps nobody does
-            looks_up = not wishes.get("in_turn") or (step + rank) % ranks == 0
+            looks_up = not wishes.get("in_turn") or (step + rank) % world_size == 0
             if wishes.get("in_turn") and not sums and step % 5 == 0:
                 looks_up = False
             with nullcontext() if is_last or sums else net.no_sync():
@@ -125,6 +125,11 @@ def differing(plain: Iterable[Tensor], adopted: Iterable[Tensor]) -> int:
     )
 
 
+def exchanges() -> int:
+    """The synchronised steps of this process."""
+    return sum(own._num_begun for own in ranks._ranks.values())
+
+
 def main() -> None:
     wishes = json.loads(sys.argv[1])
     folder = Path(wishes["folder"])
@@ -137,11 +142,11 @@ def main() -> None:
             Adoption.look_up = lambda self, device: None  # type: ignore[method-assign]
         os.chdir(tempfile.mkdtemp(dir=folder))
         plain = [] if case.get("adopted_only") else train(case, adopted=False)
+        before = exchanges()
         adopted = train(case, adopted=True)
         doors = adopt._doors[0]
-        look_ups = dict(doors.reading.counts.look_ups)
         differ = differing(plain or adopted, adopted)
-        found.append([differ, sum(own.numel() for own in plain), doors.engine.num_starts, look_ups])
+        found.append([differ, sum(own.numel() for own in plain), doors.engine.num_starts, exchanges() - before])
         del doors
         gc.collect()
     (folder / f"{dist.get_rank()}.found").write_text(json.dumps(found))

@@ -44,8 +44,10 @@ def assert_same(session: Session, ranks: int, *cases: dict[str, Any]) -> None:
         found = json.loads((session.folder / f"{rank}.found").read_text())
         assert [differ for differ, *_ in found] == [0] * len(cases), f"rank {rank}: {found}"
         assert all(compared > 43_000 for _, compared, *_ in found)
-        for own, (_, _, starts, _) in zip(cases, found, strict=True):
+        for own, (_, _, starts, exchanges) in zip(cases, found, strict=True):
             assert bool(starts) == own.get("engine", False)
+            synchronised = STEPS * own.get("epochs", 1) // own.get("accumulate", 1)
+            assert exchanges == (synchronised if ranks > 1 else 0)
     assert session.remains(killed=True) == []
 
 
