@@ -175,6 +175,7 @@ def test_a_config_may_come_from_elsewhere() -> None:
             facts("tables.dtype", "configs"),
         ),
         ([config()], {"job": {"data.format.x": 1}}, r"data\.format\.x cannot be set here"),
+        ([config()], {"job": {"metrics.trainer": "127.0.0.1:0"}}, "a script serves no /metrics"),
         (
             [config()],
             {"optimizer": "adagrad"},

@@ -128,10 +128,14 @@ def job_content(configs: Sequence[Any], kind: Kind, optimizer: Any, capacity: An
         # the script has the dense optimizer
         "optimizer": {"sparse": optimizer, "dense": {"kind": "sgd", "lr": 0.0}},
         "cache": {"capacity": capacity},
-        "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
+        "metrics": {"prefetcher": "127.0.0.1:0"},
     }
     for name, value in others.items():
         set_key(content, name, value)
+    if "trainer" in content["metrics"]:
+        raise ConfigError(
+            "job = {'metrics.trainer': ...}: a script serves no /metrics; leave it out, or train by a job"
+        )
     return content
 
 
