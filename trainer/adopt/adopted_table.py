@@ -226,8 +226,9 @@ class AdoptedTable:
         """Sets the gradient of all ranks. `gradient`: [n, D] of rows `ids`, i64 [n] ascending."""
         self.grad, self.is_stepped, self.is_summed = self._shown(ids, gradient), False, True
         if is_sparse:
-            shape = self.shape
-            self.grad = torch.sparse_coo_tensor(ids[None], gradient, shape, check_invariants=False, is_coalesced=True)
+            self.grad = torch.sparse_coo_tensor(
+                ids[None], gradient, self.shape, check_invariants=False, is_coalesced=True, device=ids.device
+            )
 
     def of_step(self, array: Tensor, ids: Tensor) -> Tensor:
         """Takes rows from an array [U, ...] over the step's. `ids`: i64 [n], of these."""

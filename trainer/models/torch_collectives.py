@@ -61,10 +61,12 @@ class TorchCollectives:
             self._since_s = time.monotonic()
 
     def all_to_all(self, output: Tensor, given: Tensor, receive: Sizes, send: Sizes) -> Work:
-        return self._start(output, lambda: dist.all_to_all_single(output, given, receive, send, self.group, True))
+        return self._start(
+            output, lambda: dist.all_to_all_single(output, given, receive, send, self.group, async_op=True)
+        )
 
     def all_gather(self, output: Tensor, given: Tensor) -> Work:
-        return self._start(output, lambda: all_gather(output, given, self.group, True))
+        return self._start(output, lambda: all_gather(output, given, self.group, async_op=True))
 
     def _start(self, output: Tensor, start: Callable[[], Work | None]) -> Work:
         self.watch()
