@@ -22,10 +22,10 @@ Size = Annotated[str | int, msgspec.Meta(examples=["64MiB"])]
 
 def parse_bytes(text: str | int) -> int:
     """`"64MiB"` -> bytes. Raises ValueError with a sentence."""
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         value = text
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text if isinstance(text, str) else "")
         if match is None or match[2] not in UNITS:
             raise ValueError(
                 f'{text!r} is not a size; write bytes with a unit, such as "64MiB" '

@@ -1,5 +1,6 @@
 """What an automatic ring and staging are: as much as plans move, and no more."""
 
+import re
 from itertools import islice
 from pathlib import Path
 
@@ -154,3 +155,22 @@ def test_a_memory_tier_counts_the_whole_cache_lines_of_its_rows() -> None:
     parts = sum(tier_parts(job, groups, slots, of_rings.ring_bytes).values())
     taken = parts + in_memory * (576 + SLOT_BYTES) + planner_bytes(in_memory, 0, 1)
     assert 0 <= 960 * 2**20 - taken < 2**17
+
+
+def test_the_memory_that_a_refusal_names_is_enough() -> None:
+    """Its index is larger than that of the memory that was refused."""
+
+    def levels(memory: str | int) -> tuple[tuple[int, ...], ...]:
+        data = {"batch_size": 64, "synthetic": {"preset": "criteo-kaggle", "scale": 0.02, "samples": 6400}}
+        store = {"kind": "tiered", "memory": memory}
+        job = jobs.job(data=data, tables=None, tables_from={"embedding_dim": 4}, store=store)
+        groups, measured = group_specs(job), first_batches(job)
+        own = sizes(job, groups, measured, job.lookahead.depth)
+        return job_levels(job, groups, measure(groups, measured), (2000,), lambda: own)
+
+    with pytest.raises(ConfigError, match="is too small") as refused:
+        levels("1KiB")
+    [enough] = re.findall(r"set (\d+) bytes or more", str(refused.value))
+    assert levels(int(enough))[1][0] >= 2000
+    with pytest.raises(ConfigError, match="is too small"):
+        levels(int(enough) - 2**12)

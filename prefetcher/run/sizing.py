@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import GroupSpec, aligned, batch_features
@@ -234,14 +236,21 @@ def job_levels(
     def taken(rows: Sequence[int]) -> int:
         return sum(n * cost + planner_bytes(n, 0, ONE_PART) for n, cost in zip(rows, costs, strict=True))
 
+    def beside(memory: int) -> int:
+        other = replace(job, store=replace(store, memory=memory))
+        return sum(tier_parts(other, groups, slots, sizes().ring_bytes).values())
+
     low, high = sum(map(operator.mul, least, costs)), rest_bytes
     if taken(least) > rest_bytes:
+        needed = sum(parts.values()) + taken(least)
+        while (more := beside(needed) + taken(least)) > needed:  # a larger memory has a larger index
+            needed = more
         listed = ", ".join(f"{name} {human_bytes(nbytes)}" for name, nbytes in parts.items())
         rows = " + ".join(map(str, least))
         raise ConfigError(
             f"store.memory = {store.memory!r} ({budget} bytes) is too small: {listed} leave "
             f"{human_bytes(max(0, rest_bytes))} for rows, but the rows on the device and those that wait to leave, "
-            f"{rows}, take {human_bytes(taken(least))}; set {sum(parts.values()) + taken(least)} bytes or more"
+            f"{rows}, take {human_bytes(taken(least))}; set {needed} bytes or more"
         )
     while high - low > 2**16:
         middle = (low + high) // 2

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import rowcast
@@ -323,6 +325,13 @@ def refused(error: type[Exception], call: Callable[[], Any]) -> str:
             "adopt(tables=['users']): the model has no such table, the nearest is user; name some of user, "
             "item.weight, kind.weight, top.weight",
         ),
+        *(
+            (
+                {"capacity": "60 rows", "memory": own},
+                f"adopt(memory={own!r}): {own!r} is not a size; write bytes with a ",
+            )
+            for own in (None, 1.5, True, [1])
+        ),
         (
             {"capacity": "8 GiBs"},
             "adopt(capacity='8 GiBs'): '8 GiBs' is not a size; write bytes with a unit, such as \"64MiB\" "
@@ -331,7 +340,26 @@ def refused(error: type[Exception], call: Callable[[], Any]) -> str:
     ],
 )
 def test_what_the_model_lacks_is_refused(settings: dict[str, Any], sentence: str) -> None:
-    assert refused(ConfigError, lambda: rowcast.adopt(Model(), **{"capacity": "60 rows", **settings})) == sentence
+    said = refused(ConfigError, lambda: rowcast.adopt(Model(), **{"capacity": "60 rows", **settings}))
+    assert said.startswith(sentence)
+
+
+def test_torch_distributed_changes_no_adopted_table_unseen_and_join_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = rowcast.adopt(Model(), "60 rows")
+        table = model.item.weight
+        for given in (table, table.data, table.detach()[3:], model.state_dict()["item.weight"]):
+            with torch.no_grad(), pytest.raises(ConfigError, match=facts("item.weight", "weight.data.copy_(own)")):
+                dist.all_reduce(given)
+        dist.all_gather_object([None], "and other exchanges work")
+        dist.all_reduce(own := table.detach().clone())
+        table.data.copy_(own * 2)
+        assert torch.equal(model.item(torch.arange(3)), own[:3] * 2)
+        with pytest.raises(ConfigError, match=facts("join()", "DistributedSampler")):
+            DistributedDataParallel(model).join()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_table_of_another_type_is_refused() -> None:

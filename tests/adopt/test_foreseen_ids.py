@@ -133,6 +133,7 @@ REFUSED: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "a negative id": ({"items.weight": torch.tensor([-1])}, ("items.weight", -1)),
     "no dict": ([1, 2], ("list", "dict")),
     "no integers": ({"items.weight": np.ones(2)}, ("items.weight", "1.0")),
+    "no integers in lists": ({"items.weight": [1.0, float("nan")]}, ("items.weight", "1.0", "integers")),
     "another name": ({"item.weight": [1]}, ("item.weight", "items.weight")),
 }
 

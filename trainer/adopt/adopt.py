@@ -50,7 +50,7 @@ def adopt(
     capacity: memory of the device for tables: "8GiB", or "20000 rows" of all tables together. tables: names of other
     parameters [V, D] that are tables, as `named_parameters` has them. keep: names of tables that stay ordinary; they
     count for nothing. memory: of the host for the prefetcher, such as "4GiB"; trained rows that it cannot hold are kept
-    in files of the script's temporary folder. A table that is adopted already stays so.
+    in files of `runs/<script>.*`. A table that is adopted already stays so.
 
     On several ranks call it before DistributedDataParallel(model), or use `rowcast.sum_gradients(model)`.
 

@@ -7,21 +7,24 @@ backward's end                   of a synchronised one: the gradients of all ran
 """
 
 import functools
+import re
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.gradient_sum import TableSum
 from rowcast.trainer.adopt.ranks import ranks_of
 from rowcast.trainer.adopt.table_parameter import TableParameter
+from rowcast.trainer.adopt.whole_table import TableView
 
 
 class DataParallelSum:
@@ -71,10 +74,35 @@ def leaving_tables_out(plain: Callable[..., None]) -> Callable[..., None]:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)  # type: ignore[no-untyped-call]
         plain(net, module, *args, **kwargs)
         if tables:
+            net.join = functools.partial(refuse_join, next(iter(tables)))  # type: ignore[method-assign]
             init_sync = kwargs.get("init_sync", args[4] if len(args) > 4 else True)
             DataParallelSum(net, [*tables.values()], sends=init_sync)
 
     return __init__
+
+
+def refuse_join(table: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise ConfigError(
+        f"join() of DistributedDataParallel goes on with fewer ranks, and the adopted table {table} needs gradients of "
+        "all; give each rank as many batches, as DistributedSampler does"
+    )
+
+
+def without_tables(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a process group that refuses an adopted table: what it writes there would not be seen."""
+
+    @functools.wraps(plain)
+    def exchange(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, TableParameter | TableView):
+                keeper = leaf.table if isinstance(leaf, TableParameter) else leaf.field.keeper
+                raise ConfigError(
+                    f"{plain.__name__} of torch.distributed would change {keeper.name if keeper else 'it'}, an adopted "
+                    "table, unseen; give it a copy, own = weight.detach().clone(), then write weight.data.copy_(own)"
+                )
+        return plain(group, *args, **kwargs)
+
+    return exchange
 
 
 _followed = weakref.WeakSet[AdoptedTable]()
@@ -108,4 +136,7 @@ def refuse_alone(table: AdoptedTable) -> None:
     )
 
 
+EXCHANGES = re.compile(r"_?(all_?)?(gather|reduce|to_?all|broadcast|scatter|send|recv)")
+for method in [name for name in dir(dist.ProcessGroup) if EXCHANGES.match(name)]:
+    setattr(dist.ProcessGroup, method, without_tables(getattr(dist.ProcessGroup, method)))
 DistributedDataParallel.__init__ = leaving_tables_out(DistributedDataParallel.__init__)  # type: ignore[method-assign]

@@ -55,7 +55,8 @@ def ids_of(table: LookedUp, given: Any) -> I64:
     is_id = (ids >= 0) & (ids < table.num_embeddings) if ids.dtype.kind in "iu" else np.zeros(len(ids), np.bool_)
     if not is_id.all():
         raise ConfigError(
-            f"{FUNCTION} gives {ids[~is_id][0]} for {table.name}; its ids are 0 to {table.num_embeddings - 1:,}"
+            f"{FUNCTION} gives {ids[~is_id][0]} for {table.name}; its ids are integers from 0 to "
+            f"{table.num_embeddings - 1:,}, in lists, arrays or tensors"
         )
     rows: I64 = ids.astype(np.int64)
     return rows
@@ -63,6 +64,6 @@ def ids_of(table: LookedUp, given: Any) -> I64:
 
 def flat(ids: Any) -> Any:
     """Of a tensor, an array, numbers, or a list of these: an array [n]."""
-    if isinstance(ids, list | tuple) and ids and not isinstance(ids[0], int | np.integer):
+    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple | np.ndarray | Tensor):
         return np.concatenate([flat(own) for own in ids if len(own)] or [np.empty(0, np.int64)])
     return (ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)).reshape(-1)
