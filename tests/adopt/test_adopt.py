@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn, optim
+from torch._C._distributed_c10d import HashStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -345,7 +346,7 @@ def test_what_the_model_lacks_is_refused(settings: dict[str, Any], sentence: str
 
 
 def test_torch_distributed_changes_no_adopted_table_unseen_and_join_is_refused() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         model = rowcast.adopt(Model(), "60 rows")
         table = model.item.weight
