@@ -65,9 +65,8 @@ class Conversation:
         Raises the peer's error once its Failure has arrived, so that every thread reports the same sentence."""
         with self._lock:
             if self._failure is not None:
-                raise peer_failure(
-                    self._failure.code, self._failure.sentence
-                )  # its traceback holds the caller's objects
+                # made anew, because the traceback of one that is kept would hold the caller's objects
+                raise peer_failure(self._failure.code, self._failure.sentence)
             frame = self.session.encode(message)
             ref = payload_ref(message)
             if self._outgoing is None or ref is None:

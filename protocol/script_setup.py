@@ -17,7 +17,7 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 class ScriptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     columns: tuple[Columns, ...]  # of its records, from the left
-    # of the first `num_steps` steps; they divide the capacity
+    # counted over the first `num_steps` steps; they divide the capacity
     largest_rows: int  # distinct rows of the largest step
     distinct_rows: int  # of all of them together
 

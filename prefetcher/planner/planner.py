@@ -248,24 +248,24 @@ class AutoHorizon:
     """
 
     def __init__(self, least: int, id_bytes: int) -> None:
-        self.num_ahead = least
-        self._budget_bytes = id_bytes
+        self.least, self._budget_bytes = least, id_bytes
 
     def grow(self, groups: Sequence[GroupPlanner], known: Horizon) -> int:
         """Returns the new horizon after a plan. `groups`: of every level. `known`: the plan's batches and those beyond
         them."""
-        num_steps = len(known.next.steps)
-        proposed = self.num_ahead + max(self._growth(group, num_steps) for group in groups)
-        if proposed * known.id_bytes <= self._budget_bytes * known.num_batches:
-            self.num_ahead = proposed
-        return self.num_ahead
+        proposed = known.num_ahead + max(growth(group, known) for group in groups)
+        fits = proposed * known.id_bytes <= self._budget_bytes * known.num_batches
+        return proposed if fits else known.num_ahead
 
-    def _growth(self, group: GroupPlanner, num_steps: int) -> int:
-        if group.num_slots >= group.group.num_rows:
-            return 0
-        if group.num_free:
-            return WHILE_FILLING * num_steps
-        return num_steps + self.num_ahead // SHARE if group.guessed else 0
+
+def growth(group: GroupPlanner, known: Horizon) -> int:
+    """Returns the batches by which an automatic horizon grows after the next plan of `known`, for one group."""
+    num_steps = len(known.next.steps)
+    if group.num_slots >= group.group.num_rows:
+        return 0
+    if group.num_free:
+        return WHILE_FILLING * num_steps
+    return num_steps + known.num_ahead // SHARE if group.guessed else 0
 
 
 class RowPlanner:
@@ -315,7 +315,7 @@ class RowPlanner:
         )
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
-        num_ahead = horizon.num_ahead if isinstance(horizon, AutoHorizon) else horizon
+        num_ahead = horizon.least if isinstance(horizon, AutoHorizon) else horizon
         self.bundle = bundle
         self.known = Horizon(num_ahead, min(num_ahead, depth))
         self._open: list[Scheduled[BatchRows]] = []  # the batches of the next bundle

@@ -207,12 +207,12 @@ def check_shared_memory(ring_bytes: int) -> None:
 
 
 def job_levels(
-    job: Job, groups: tuple[GroupSpec, ...], touched: Touched, slots: Slots, sizes: Callable[[], Sizes]
+    job: Job, groups: tuple[GroupSpec, ...], touched: Touched, slots: Slots, rings: Callable[[], Sizes]
 ) -> tuple[Slots, ...]:
     """The slots of each level that the planner plans in a run of the job: `slots` on the device, and the rows in memory
     of a store with a memory tier.
 
-    `touched`: by the first batches. `sizes`: called where rings share the memory. Raises ConfigError if
+    `touched`: by the first batches. `rings`: called where they share the memory. Raises ConfigError if
     store.memory is too small."""
     store = job.store
     if not isinstance(store, StoreWithTier):
@@ -222,8 +222,8 @@ def job_levels(
     reserve = tier_reserve(job, touched)
     shares = [rows * group.record_bytes for rows, group in zip(touched.distinct_rows, groups, strict=True)]
     limits = [min(group.num_rows, MOST_SLOTS) for group in groups]
-    budget = parse_bytes(store.memory)
-    parts = tier_parts(job, groups, slots, sizes().ring_bytes)
+    budget, ring_bytes = parse_bytes(store.memory), rings().ring_bytes
+    parts = tier_parts(job, groups, slots, ring_bytes)
     rest_bytes = budget - sum(parts.values())
     costs = [stored_bytes(group.record_bytes) + SLOT_BYTES for group in groups]
     least = [min(n + spare, limit) for n, spare, limit in zip(slots, reserve, limits, strict=True)]
@@ -238,7 +238,7 @@ def job_levels(
 
     def beside(memory: int) -> int:
         other = replace(job, store=replace(store, memory=memory))
-        return sum(tier_parts(other, groups, slots, sizes().ring_bytes).values())
+        return sum(tier_parts(other, groups, slots, ring_bytes).values())
 
     low, high = sum(map(operator.mul, least, costs)), rest_bytes
     if taken(least) > rest_bytes:

@@ -27,7 +27,7 @@ class Decisions:
 
     slots: Slots  # of each group, on the device
     levels: tuple[Slots, ...]  # from the device down: the rows of a memory tier too
-    memory_rows: tuple[Slots, ...]  # of each level below the device: those and the ones that wait to leave
+    memory_rows: tuple[Slots, ...]  # for each level below the device: its rows, and room for those that wait to leave
     sizes: Sizes
 
 

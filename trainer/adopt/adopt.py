@@ -203,7 +203,9 @@ class Doors:
 
 
 _doors: list[Doors] = []  # none or one
-_parameters: weakref.WeakValueDictionary[str, nn.Parameter] = weakref.WeakValueDictionary()  # of models, by name
+_parameters: weakref.WeakValueDictionary[str, nn.Parameter] = (
+    weakref.WeakValueDictionary()
+)  # those of adopted models, by name
 
 
 def doors(room: Capacity, left: Capacity, store: Mapping[str, Any]) -> Doors:
