@@ -302,6 +302,7 @@ class ScriptRanks(RankedRun):
         self.scripts: list[ScriptPair] = []
         content = msgspec.to_builtins(job, enc_hook=str)
         self._sections = {name: own for name, own in content.items() if isinstance(own, dict)}
+        self._sections["metrics"].pop("trainer")  # a script serves none
         self._configs = [
             rowcast.EmbeddingBagConfig(
                 name=own.name,
