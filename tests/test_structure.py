@@ -50,7 +50,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
         "command",
     ),
     "trainer": ("device", "kernels", "models", "step", "report", "run", "adopt", "__main__"),
-    "analysis": ("progress show", "scan", "simulate", "check timeline", "advise", "estimate new"),
+    "analysis": ("show", "scan", "simulate", "check timeline", "advise", "estimate new"),
 }
 MOST_ARROWS = 18  # pairs of the trainer's rooms of which one imports the other
 GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests and benchmarks

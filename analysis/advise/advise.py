@@ -30,14 +30,14 @@ from rowcast.analysis.advise.recommend import (
     Points,
     Recommendation,
     enough_depth,
+    notes,
+    parts,
     reasons,
     sections,
     toml,
 )
-from rowcast.analysis.advise.show import notes, parts
 from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
-from rowcast.analysis.progress import AnalysisProgress, ProgressBar
-from rowcast.analysis.show import show
+from rowcast.analysis.show import AnalysisProgress, ProgressBar, show
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job

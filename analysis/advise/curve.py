@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rowcast.analysis.advise.read import NUM_PARTS, Observed, part_counts, scaled_slots
-from rowcast.analysis.progress import AnalysisProgress, Tick
+from rowcast.analysis.show import AnalysisProgress, Tick
 from rowcast.analysis.simulate.grid import with_values, without_tier
 from rowcast.analysis.simulate.moves import Moves, planned_moves
 from rowcast.job.schema import Job

@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.analysis.progress import Tick
-from rowcast.analysis.scan.shares import Sharing
-from rowcast.analysis.scan.steps import EMPTY, Scan, ScannedStep, StepRows, without_arrays
+from rowcast.analysis.scan.steps import EMPTY, Scan, ScannedStep, Sharing, StepRows, without_arrays
+from rowcast.analysis.show import Tick
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure

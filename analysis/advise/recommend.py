@@ -1,19 +1,26 @@
 """Recommends a capacity: finds the knee of the cost curve, and writes sections to paste, with reasons.
 
 knee    the smallest capacity from which doubling it saves less than a tenth of the bytes fetched
+
+Says the results of `rowcast advise`: the data read, the curve, its precision, sections to paste.
 """
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import TypeVar
+
+from rich.table import Table
+from rich.text import Text
 
 from rowcast.analysis.advise.cost import Assumed, CoresNeed, Demand, Rates, cost, demand
 from rowcast.analysis.advise.curve import Traffic, Trials
 from rowcast.analysis.advise.read import Observed, Read
-from rowcast.analysis.advise.tiers import MOST_WAITING, TierAdvice
+from rowcast.analysis.advise.tiers import MOST_WAITING, Budget, TierAdvice
+from rowcast.analysis.show import CHOSEN, Part, table_of
 from rowcast.job.schema import Job
-from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, size_text
+from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural, size_text
 
 KNEE_SAVING = 0.1
 MOST_STALLING = 0.5  # of the stretches, at any capacity; if more stall, the trainer is not waiting for capacity
@@ -186,3 +193,203 @@ def toml(values: Mapping[str, Mapping[str, str | int]], why: Mapping[str, str]) 
             lines += textwrap.wrap(why[f"{section}.{key}"], TOML_WIDTH, initial_indent="# ", subsequent_indent="# ")
             lines.append(f"{key} = {value}" if isinstance(value, int) else f'{key} = "{value}"')
     return "\n".join([*lines, ""])
+
+
+MIB = 2**20
+R = TypeVar("R")
+
+
+def parts(advice: Advice) -> Iterator[Part]:
+    yield title(advice.read)
+    yield curve_table(advice)
+    yield from (f"{sentence}." for sentence in (*sentences(advice), *advice.notes))
+    if advice.tier is not None:
+        yield tier_table(advice.tier)
+        yield from (f"{sentence}." for sentence in tier_sentences(advice.tier, advice.assumed.step_ms))
+    yield "These sections replace those of the job file:"
+    yield ""
+    yield Text(advice.recommended.toml.rstrip(), CHOSEN)
+
+
+def title(read: Read) -> str:
+    evaluated = f" and {plural(read.eval_steps, 'evaluation step')}" if read.eval_steps else ""
+    followed = f"{percent_number(min(read.followed_share.values()))} % of the rows followed"
+    return f"Read: {plural(read.samples, 'sample')} in {plural(read.steps, 'train step')}{evaluated}; {followed}"
+
+
+CURVE: dict[str, Callable[[Point], str]] = {  # rows and MiB are per step
+    "capacity": lambda point: human_bytes(point.capacity_bytes),
+    "rows\nfetched": lambda point: f"{point.traffic.rows_fetched_per_step:,.0f}",
+    "MiB\nin": lambda point: mib(point.traffic.bytes_fetched_per_step),
+    "MiB\nout": lambda point: mib(point.traffic.bytes_written_back_per_step),
+    "hit\nratio": lambda point: "" if point.traffic.hit_ratio is None else percent(point.traffic.hit_ratio),
+    "doubling\nsaves": lambda point: percent(point.doubling_saves),
+    "rows\nmove\nin ms": lambda point: f"{point.move_ms:.3g}",
+    "steps\nwait\nbelow ms": lambda point: f"{point.least_step_ms:.3g}" if point.least_step_ms else "-",
+}
+
+
+def curve_table(advice: Advice) -> Table:
+    def chosen(point: Point) -> bool:
+        return point.capacity_bytes == advice.recommended.predicted.capacity_bytes
+
+    return table_of(advice.curve, marked(CURVE, chosen), left=("capacity",), chosen=chosen)
+
+
+def marked(columns: Mapping[str, Callable[[R], str]], chosen: Callable[[R], bool]) -> dict[str, Callable[[R], str]]:
+    """The columns, with a star before the first cell of a chosen row."""
+    first, *_ = columns
+    return {**columns, first: lambda row: f"{'*' if chosen(row) else ' '} {columns[first](row)}"}
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / MIB:,.2f}" if nbytes > MIB / 10 or nbytes == 0 else f"{nbytes / MIB:.2g}"
+
+
+def tier_table(tier: TierAdvice) -> Table:
+    columns: dict[str, Callable[[Budget], str]] = {  # rows are per step
+        "store.memory": lambda budget: budget.memory,
+        "rows in\nmemory": lambda budget: f"{budget.memory_rows:,}",
+        "rows\nenter": lambda budget: f"{budget.rows_entered_per_step:,.0f}",
+        "from the\ncold tier": lambda budget: f"{budget.rows_from_cold_per_step:,.0f}",
+        f"of the\n{cold_tier(tier)}": lambda budget: "" if budget.disk_share is None else percent(budget.disk_share),
+        "waits": lambda budget: "" if budget.waits is None else percent(budget.waits),
+    }
+
+    def chosen(budget: Budget) -> bool:
+        return budget is tier.recommended
+
+    return table_of(tier.budgets, marked(columns, chosen), left=("store.memory",), chosen=chosen)
+
+
+def cold_tier(tier: TierAdvice) -> str:
+    return "disk" if tier.server is None else "servers"
+
+
+def tier_sentences(tier: TierAdvice, step_ms: float) -> Iterator[str]:
+    if tier.disk is not None and tier.disk.pages_s is not None:
+        yield (
+            f"The disk of {tier.disk.folder} reads {tier.disk.pages_s:,.0f} random pages of 4 KiB a second past the "
+            f"page cache; waits are those of steps of {step_ms:g} ms, if it does nothing else"
+        )
+    elif tier.disk is not None:
+        yield f"The disk was not measured, so waits are unknown: {tier.disk.why_not}"
+    elif tier.server is not None and tier.server.row_us is not None:
+        rates = " and ".join(f"{1e6 / us:,.0f}" for us in tier.server.row_us)
+        yield (
+            f"{', '.join(tier.server.servers)}: {rates} rows a second (of each group) are read and written again, "
+            f"{tier.server.rows_a_call:,} at a time; a round trip takes {tier.server.round_trip_ms:.2g} ms; waits are "
+            f"those of steps of {step_ms:g} ms, if the servers do nothing else"
+        )
+    elif tier.server is not None:
+        yield f"The servers were not measured, so waits are unknown: {tier.server.why_not}"
+    if not tier.budgets:
+        yield "No memory that this machine has is enough for this store; see `rowcast check`"
+    elif tier.recommended is None and tier.budgets[-1].waits is not None:
+        yield (
+            f"Every one of these waits for the {cold_tier(tier)} {100 * MOST_WAITING:g} % of the time or longer: use "
+            f"a faster {'disk' if tier.server is None else 'network or more servers'}, or a machine with more memory"
+        )
+    margin = max((budget.margin for budget in tier.budgets), default=0.0)
+    if margin:
+        yield f"Rows from the cold tier are estimates, at most ± {percent_number(margin)} % (three standard errors)"
+
+
+def sentences(advice: Advice) -> Iterator[str]:
+    choice, predicted = advice.choice, advice.recommended.predicted
+    yield (
+        "Rows and MiB are per step. Rows move in: the time of the slowest stage that moves them. Steps wait below: of "
+        "the busiest steps, shorter ones wait for rows that a larger cache would have kept"
+    )
+    yield (
+        f"Diminishing returns: from {human_bytes(choice.knee_bytes)} up, doubling the capacity saves less than "
+        f"{100 * KNEE_SAVING:g} % of the bytes fetched"
+    )
+    if choice.no_stall_bytes is not None:
+        least = human_bytes(choice.no_stall_bytes)
+        yield f"No stalls for lack of capacity: from {least} up, with steps of {advice.assumed.step_ms:g} ms"
+    slowest_ms = max(predicted.move_ms, advice.assumed.plan_ms)
+    here = human_bytes(predicted.capacity_bytes)
+    yield f"Limit: at {here} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
+    yield cores_text(advice.cores, advice.assumed.step_ms)
+    yield assumptions(advice.assumed)
+    yield "Memory: `rowcast check` with these sections compares what both processes need with what is free"
+
+
+def cores_text(need: CoresNeed, step_ms: float) -> str:
+    parts = (
+        ("decoding ids", need.decode_ms),
+        ("planning", need.plan_ms),
+        ("reading rows", need.read_ms),
+        ("writing rows", need.write_ms),
+    )
+    each = ", ".join(f"{name} {ms:.2g}" for name, ms in parts)
+    total_ms = sum(ms for _, ms in parts)
+    return (
+        f"Cores: a step takes {total_ms:.2g} ms of a core on the host ({each}), as measured here and doubled; with "
+        f"steps of {step_ms:g} ms that is {need.cores:.2g} cores, besides those of the trainer"
+    )
+
+
+def assumptions(assumed: Assumed) -> str:
+    step = f"a step takes {assumed.step_ms:g} ms" + ("" if assumed.step_given else " (--step-ms)")
+    link = f"the link moves {assumed.link_gbs:g} GB/s each way" + (
+        "" if assumed.link_given else " (--link-gbs; PCIe 3.0 x16)"
+    )
+    if assumed.gather_given:
+        rows = f"tables are read and written at {next(iter(assumed.tables_gbs.values()))['read']:g} GB/s"
+        planning = f"planning takes {assumed.plan_ms:.2g} ms per batch"
+        return f"Given or assumed: {step}, {link}, {rows}. Measured here, doubled: {planning}"
+    each = "; ".join(
+        f"{own['read']:.2g} GB/s read, {own['first']:.2g} made the first time, {own['write']:.2g} written"
+        for own in assumed.tables_gbs.values()
+    )
+    return (
+        f"Given or assumed: {step}, {link}. Measured here, half of it counted on: rows of the tables, {each} "
+        f"(--gather-gbs); planning takes {assumed.plan_ms:.2g} ms per batch"
+    )
+
+
+def notes(job: Job, advice: Advice) -> Iterator[str]:
+    read, assumed, choice, predicted = advice.read, advice.assumed, advice.choice, advice.recommended.predicted
+    yield sureness(read, predicted)
+    ranks = job.ranks
+    if ranks.count > 1:
+        yield (
+            f"All numbers are of one of {ranks.count} ranks, the first. The capacity holds the batches of the rank "
+            "that owns most of them. Exchanges between ranks take time of their own: `rowcast simulate --ranks`"
+        )
+    if assumed.plan_ms > assumed.step_ms:
+        yield (
+            f"Planning takes {assumed.plan_ms:.2g} ms per batch, more than a step of {assumed.step_ms:g} "
+            "ms at any capacity; more prefetcher.threads may help"
+        )
+    if choice.no_stall_bytes is None:
+        yield (
+            f"A step of {assumed.step_ms:g} ms waits most of the time at any capacity: with every row on the "
+            "device the slowest "
+            f"stage still takes {advice.curve[-1].move_ms:.3g} ms for new rows. The capacity is where returns diminish"
+        )
+    elif choice.stalling_anyway > 0:
+        yield (
+            f"{percent_number(choice.stalling_anyway)} % of all stretches of "
+            f"{plural(job.lookahead.depth + 1, 'step')} wait at any "
+            f"capacity, as at the start, where every row is new"
+        )
+    yield from left_out(job)
+
+
+def sureness(read: Read, predicted: Point) -> str:
+    least = min(read.followed_share.values())
+    if least == 1.0:
+        return "Every row was followed through every batch, so their traffic was counted, not estimated"
+    return (
+        f"{percent_number(least)} % of the rows, {read.followed_rows:,} chosen by a hash of their keys, were followed "
+        f"through every batch. What they move stands for all rows, ± {percent_number(predicted.traffic.margin)} % of "
+        "the rows fetched (three standard errors). How many rows each batch touches was counted"
+    )
+
+
+def left_out(job: Job) -> Iterator[str]:
+    if job.cache.groups:
+        yield "cache.groups of the job was ignored, and is not in the sections below"

@@ -14,7 +14,7 @@ from rowcast.analysis.advise.cold_rates import DiskRate, ServerRate
 from rowcast.analysis.advise.cost import stretches
 from rowcast.analysis.advise.curve import ERRORS, capacity_slots, count_moves, followed_slots, round_capacities
 from rowcast.analysis.advise.read import Observed
-from rowcast.analysis.progress import AnalysisProgress
+from rowcast.analysis.show import AnalysisProgress
 from rowcast.analysis.simulate.grid import with_memory, with_values
 from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier

@@ -10,15 +10,20 @@ from itertools import islice
 import numpy as np
 
 from rowcast.analysis.check.findings import Finding, about, error, ok, warning
-from rowcast.analysis.check.placement import check_placement
-from rowcast.analysis.scan.sample import Amount, draw_batches, read_drawn, reader_for_another_pass
-from rowcast.analysis.scan.shares import measured_keys, owners_touched
+from rowcast.analysis.scan.steps import (
+    Amount,
+    draw_batches,
+    measured_keys,
+    owners_touched,
+    read_drawn,
+    reader_for_another_pass,
+)
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper
-from rowcast.prefetcher.planner.placement import counted
+from rowcast.prefetcher.planner.placement import Bytes, TableBytes, Traffic, counted, everywhere
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.data_files import in_recorded_order, with_recorded_rule
@@ -387,3 +392,30 @@ def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows
     rows = min(group.num_rows, largest_batch_rows - (-largest_batch_rows // 10))
     key = "cache.capacity" if num_groups == 1 and not job.cache.groups else f"cache.groups.{group.name}"
     return f'{key} = "{rows} rows" or more'
+
+
+def check_placement(asked: Job, placed: Job, count: Callable[[], Traffic]) -> Iterator[Finding]:
+    """`asked`: the job as its file has it. `placed`: with every table placed as a run would. `count`: counts what the
+    run's first batches send."""
+    if placed.ranks.count == 1 or all(table.placement == "rows" for table in asked.tables):
+        return
+    traffic, found = count(), [table.placement for table in placed.tables]
+    for table, own in zip(asked.tables, traffic.of_each(found), strict=True):
+        if table.placement != "rows":
+            yield ok(sentence_of(own))
+    rows, chosen = traffic.of(everywhere(placed, "rows")), traffic.of(found)
+    yield ok(f"all tables: {sum_of(chosen)} a step, both ways; with all tables by rows {sum_of(rows)}")
+
+
+def sentence_of(own: TableBytes) -> str:
+    rows, vectors = human_bytes(own.rows), human_bytes(own.vectors)
+    if own.owners:
+        ranks = ", ".join(map(str, own.owners))
+        who = f"rank {ranks} pools it" if len(own.owners) == 1 else f"ranks {ranks} pool a piece of its columns each"
+        return f"table {own.table}: {who} for all, {vectors} a rank and step; by rows {rows}"
+    why = "; its owner would make the busiest rank busier" if own.vectors < own.rows else ""
+    return f"table {own.table}: rows travel, {rows} a rank and step; as pooled vectors {vectors}{why}"
+
+
+def sum_of(nbytes: Bytes) -> str:
+    return f"{human_bytes(nbytes.mean)} a rank, {human_bytes(nbytes.most)} the busiest"

@@ -26,7 +26,7 @@ from rowcast.analysis.estimate.planned import PARAMETER_BYTES, plan_job
 from rowcast.analysis.estimate.rates_file import OF_MAIN, DeviceRates, KernelRates, model_fingerprint, read_rates
 from rowcast.analysis.estimate.recorded import recorded_run
 from rowcast.analysis.estimate.walk import OFTEN, Walked, described, steady, walk
-from rowcast.analysis.timeline.recording import read_pairs
+from rowcast.analysis.timeline.timeline import read_pairs
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import possible_groups

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 from statistics import fmean, median
 
-from rowcast.analysis.timeline.recording import Pair, Recording, began, ended, lives
+from rowcast.analysis.timeline.timeline import Pair, Recording, began, ended, lives
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.timeline import MAIN, Event
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from rowcast.analysis.estimate.pipeline import Durations, Pipeline, Planned, Wiring
-from rowcast.analysis.estimate.schedule import critical_path, run, waits
+from rowcast.analysis.estimate.pipeline import Durations, Pipeline, Planned, Wiring, critical_path, run, waits
 from rowcast.runtime.errors import ConfigError
 
 START_SHARE = 4  # the first quarter of the steps fills the cache; the rate is that of the others

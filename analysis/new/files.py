@@ -29,7 +29,7 @@ from rowcast.analysis.new.columns import (
     as_cells,
     matches,
 )
-from rowcast.analysis.progress import AnalysisProgress, Tick
+from rowcast.analysis.show import AnalysisProgress, Tick
 from rowcast.job.formats import FORMATS
 from rowcast.prefetcher.readers.arrow_rows import is_list
 from rowcast.prefetcher.readers.column_roles import require_single

@@ -17,7 +17,7 @@ from rowcast.analysis.advise.advise import AdviseOptions, advise_job
 from rowcast.analysis.new.files import DataSet, look_at
 from rowcast.analysis.new.labels import poor_evaluation
 from rowcast.analysis.new.roles import Choice, ChosenRoles, Wish, choose
-from rowcast.analysis.progress import AnalysisProgress, ProgressBar
+from rowcast.analysis.show import AnalysisProgress, ProgressBar
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import parse_job
 from rowcast.job.formats import Prepare

@@ -8,13 +8,11 @@ from typing import Annotated
 
 from typer import Option
 
-from rowcast.analysis.progress import ProgressBar
-from rowcast.analysis.show import Part, show, table_of
+from rowcast.analysis.show import Part, ProgressBar, show, table_of
 from rowcast.analysis.simulate.grid import Grid, check_order, with_values
 from rowcast.analysis.simulate.plot import plot_results
-from rowcast.analysis.simulate.ranks import simulate_ranks
-from rowcast.analysis.simulate.ranks_results import MB, RanksSimulation, Spread
-from rowcast.analysis.simulate.results import Simulation, batches_of
+from rowcast.analysis.simulate.ranks import MB, RanksSimulation, Spread, simulate_ranks
+from rowcast.analysis.simulate.simulate import Simulation, batches_of
 from rowcast.analysis.simulate.simulate import simulate as simulated
 from rowcast.job.file import load_job
 from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job, check_shared

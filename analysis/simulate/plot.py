@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rowcast.analysis.simulate.grid import BOUND
-from rowcast.analysis.simulate.results import Simulation, batches_of
+from rowcast.analysis.simulate.simulate import Simulation, batches_of
 from rowcast.runtime.drawing import BLUE, GREEN, ORANGE, PERCENT, PINK, RED, SKY, dress, new_figure, save_plot
 from rowcast.runtime.telemetry.format_numbers import human_count
 

@@ -1,4 +1,11 @@
-"""Simulates every rank of a run in one process, without tables, trainers or a network.
+"""What all ranks of a simulated run exchange and move, step by step and in the mean, and by other placements of tables.
+
+Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link.
+
+Ways to place the tables are counted over the first batches, as `placement = "auto"` counts them
+(`prefetcher/planner/placement.py`).
+
+Simulates every rank of a run in one process, without tables, trainers or a network.
 
     data --batches--> parts, grouped once --> shares of all ranks --> a planner for each rank
                                                       |                        |
@@ -9,31 +16,245 @@ batch but what its planners keep: the memory that it takes is that of N horizons
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, islice
 
+import msgspec
 import numpy as np
 
-from rowcast.analysis.progress import AnalysisProgress
-from rowcast.analysis.scan.shares import GroupShares, Sharing, measured_keys, owners_touched
-from rowcast.analysis.simulate.ranks_results import (
-    RanksSimulation,
-    StepExchange,
-    Ways,
-    make_result,
-    outline,
-    step_exchange,
-    ways,
-)
+from rowcast.analysis.scan.steps import GroupShares, Sharing, measured_keys, owners_touched
+from rowcast.analysis.show import AnalysisProgress
 from rowcast.analysis.simulate.simulate import OpenBatches
-from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, group_specs, with_placements
+from rowcast.job.schema import Horizon, Job
+from rowcast.job.tables import ITEM_BYTES, GroupSpec, group_specs, with_placements
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, slots_of
-from rowcast.prefetcher.planner.placement import chosen, counted
+from rowcast.prefetcher.planner.placement import (
+    RECEIVED,
+    SENT,
+    Bytes,
+    TableBytes,
+    Traffic,
+    chosen,
+    counted,
+    everywhere,
+)
 from rowcast.prefetcher.planner.planner import RowPlanner, Slots, groupers_of, job_planner
-from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.parts import Rank
-from rowcast.runtime.arrays import I64
+from rowcast.protocol.batch import Kind, ScheduledBatch
+from rowcast.protocol.parts import Rank, part_bounds
+from rowcast.protocol.pooled import feature_owners
+from rowcast.runtime.arrays import I64, Bools
 from rowcast.runtime.errors import ConfigError
+
+MB = 1e6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepExchange:
+    """One step of N ranks and M parts."""
+
+    step: int
+    kind: Kind
+    num_lookups: int
+    part_rows: I64  # [M] distinct rows of each part
+    owner_rows: I64  # [N] distinct rows of the whole batch in each shard
+    rows: I64  # [2, N] sent, received
+    late: I64  # [N] of the received rows: used by some rank in the step before, so they cannot travel early
+    row_bytes: I64  # [2, N]
+    gradient_bytes: I64  # [2, N] of rows; 0 in an evaluation
+    vector_bytes: I64  # [2, N] pooled by the owners of whole tables
+    vector_gradient_bytes: I64  # [2, N]; 0 in an evaluation
+
+
+def step_exchange(
+    groups: Sequence[GroupSpec], scheduled: ScheduledBatch, shares: Sequence[GroupShares]
+) -> StepExchange:
+    trains = scheduled.kind == "train"
+    by_group = [travelled(own.exchanged) for own in shares]
+    row_bytes = [group.embedding_dim * ITEM_BYTES[group.parts[0].dtype] for group in groups]
+    gradient_bytes = [group.gradient_bytes * trains for group in groups]
+    vector_bytes = total(vectors(group, len(shares[0].owned), scheduled.batch.size) for group in groups)
+    return StepExchange(
+        step=scheduled.step,
+        kind=scheduled.kind,
+        num_lookups=len(scheduled.batch.ids),
+        part_rows=total(own.part_rows for own in shares),
+        owner_rows=total(own.owner_rows for own in shares),
+        rows=total(by_group),
+        late=total(own.late for own in shares),
+        row_bytes=total(rows * nbytes for rows, nbytes in zip(by_group, row_bytes, strict=True)),
+        # they go back where the rows came from
+        gradient_bytes=total(rows[::-1] * nbytes for rows, nbytes in zip(by_group, gradient_bytes, strict=True)),
+        vector_bytes=vector_bytes,
+        vector_gradient_bytes=vector_bytes[::-1] * trains,
+    )
+
+
+def vectors(group: GroupSpec, count: int, batch_size: int) -> I64:
+    """Bytes of pooled vectors that each rank sends and receives, [2, N]."""
+    owned = np.bincount([own for own in feature_owners(group, count) if own is not None], minlength=count)
+    samples = np.diff(part_bounds(batch_size, count))
+    sent, received = owned * (batch_size - samples), (owned.sum() - owned) * samples
+    return np.stack([sent, received]) * group.gradient_bytes
+
+
+def total(arrays: Iterable[I64]) -> I64:
+    found: I64 = np.sum(list(arrays), axis=0)
+    return found
+
+
+def travelled(exchanged: I64) -> I64:
+    """`GroupShares.exchanged` -> [2, N] rows sent and received."""
+    others = exchanged - np.diag(np.diag(exchanged))
+    return np.stack([others.sum(axis=0), others.sum(axis=1)])
+
+
+class Ways(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes if all tables are placed one way, over the train steps among the first batches."""
+
+    rows: Bytes
+    table: Bytes
+    columns: Bytes
+    auto: Bytes
+    tables: list[TableBytes]  # in the job's order, as `auto` places them
+
+
+def ways(job: Job, traffic: Traffic) -> Ways:
+    auto = chosen(with_placements(job, everywhere(job, "auto")), traffic)
+    each = {way: traffic.of(everywhere(job, way)) for way in ("rows", "table", "columns")}
+    return Ways(**each, auto=traffic.of(auto), tables=traffic.of_each(auto))
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """A count of each rank, or part, at each step."""
+
+    mean: float  # over all steps and ranks
+    most: int  # of one rank at one step
+    imbalance: float | None  # the largest over the mean of a train step, in the mean; None if all are 0
+
+
+class RankArrays(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of each step and rank."""
+
+    step: list[int]
+    kind: list[str]  # train | eval
+    owner_rows: list[list[int]]
+    rows_sent: list[list[int]]
+    rows_received: list[list[int]]
+    rows_late: list[list[int]]
+    rows_fetched: list[list[int]]
+    rows_written_back: list[list[int]]  # dirty victims
+
+
+class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting. If `skipped` says why it cannot run, the fields below it are None."""
+
+    ranks: int
+    parts: int
+    batch_size: int  # of all ranks together
+    shuffle: str | None
+    policy: str
+    capacity: str | int  # of a rank
+    horizon: Horizon
+    skipped: str | None = None
+    capacity_rows: int | None = None  # slots of all groups, in the mean over ranks
+    steps: int | None = None  # train steps
+    eval_steps: int | None = None
+    lookups: int | None = None
+    # distinct rows of a step: of a part, of the whole batch, of those in a rank's shard
+    part_rows: Spread | None = None
+    batch_rows: float | None = None
+    owner_rows: Spread | None = None
+    # rows that a rank receives from others in a step; as many gradients leave in a train step
+    rows_received: Spread | None = None
+    rows_late: float | None = None  # of these, in the mean: used by some rank in the step before
+    row_bytes: float | None = None  # received per rank and step
+    gradient_bytes: float | None = None  # of the row gradients that a rank sends in a train step
+    vector_bytes: float | None = None  # pooled by the owners of whole tables: received per rank and step
+    vector_gradient_bytes: float | None = None  # sent by a rank in a train step
+    rows_fetched: Spread | None = None
+    rows_written_back: Spread | None = None  # dirty victims
+    bytes_fetched: int | None = None  # row records of the whole run, all ranks
+    bytes_written_back: int | None = None  # flushed rows included
+    rows_flushed: int | None = None  # by barriers, all ranks
+    ways: Ways | None = None
+    per_step: RankArrays | None = None
+
+
+def make_result(
+    job: Job,
+    groups: tuple[GroupSpec, ...],
+    steps: Sequence[StepExchange],
+    fetched: I64,
+    written_back: I64,
+    flushed: I64,
+    ways: Ways,
+    *,
+    capacity_rows: int,
+    per_step: bool,
+) -> RanksSimulation:
+    """`fetched` and `written_back`: [P, N, G] rows of each step. `flushed`: [N, G] rows that barriers wrote back."""
+    trains = np.array([step.kind == "train" for step in steps])
+    received = np.array([step.rows[RECEIVED] for step in steps])
+    late, owner_rows = (np.array([getattr(step, name) for step in steps]) for name in ("late", "owner_rows"))
+    record_bytes = np.array([group.record_bytes for group in groups])
+    train_steps = [step for step in steps if step.kind == "train"]
+    return msgspec.structs.replace(
+        outline(job),
+        capacity_rows=capacity_rows,
+        steps=len(train_steps),
+        eval_steps=len(steps) - len(train_steps),
+        lookups=sum(step.num_lookups for step in steps),
+        part_rows=spread(np.array([step.part_rows for step in steps]), trains),
+        batch_rows=float(owner_rows.sum(axis=1).mean()),
+        owner_rows=spread(owner_rows, trains),
+        rows_received=spread(received, trains),
+        rows_late=float(late.mean()),
+        row_bytes=float(np.mean([step.row_bytes[RECEIVED] for step in steps])),
+        gradient_bytes=float(np.mean([step.gradient_bytes[SENT] for step in train_steps or steps])),
+        vector_bytes=float(np.mean([step.vector_bytes[RECEIVED] for step in steps])),
+        vector_gradient_bytes=float(np.mean([step.vector_gradient_bytes[SENT] for step in train_steps or steps])),
+        rows_fetched=spread(fetched.sum(axis=2), trains),
+        rows_written_back=spread(written_back.sum(axis=2), trains),
+        bytes_fetched=int(fetched.sum(axis=(0, 1)) @ record_bytes),
+        bytes_written_back=int((written_back.sum(axis=(0, 1)) + flushed.sum(axis=0)) @ record_bytes),
+        rows_flushed=int(flushed.sum()),
+        ways=ways,
+        per_step=rank_arrays(steps, fetched, written_back) if per_step else None,
+    )
+
+
+def outline(job: Job, skipped: str | None = None) -> RanksSimulation:
+    return RanksSimulation(
+        ranks=job.ranks.count,
+        parts=job.ranks.num_parts,
+        batch_size=job.data.batch_size,
+        shuffle=job.data.shuffle,
+        policy=job.cache.policy,
+        capacity=job.cache.capacity,
+        horizon=job.lookahead.horizon,
+        skipped=skipped,
+    )
+
+
+def spread(values: I64, trains: Bools) -> Spread:
+    """`values`: [P, N]."""
+    means = values.mean(axis=1)
+    counted = trains & (means > 0)
+    imbalance = float((values.max(axis=1)[counted] / means[counted]).mean()) if counted.any() else None
+    return Spread(mean=float(values.mean()), most=int(values.max()), imbalance=imbalance)
+
+
+def rank_arrays(steps: Sequence[StepExchange], fetched: I64, written_back: I64) -> RankArrays:
+    return RankArrays(
+        step=[step.step for step in steps],
+        kind=[step.kind for step in steps],
+        owner_rows=[step.owner_rows.tolist() for step in steps],
+        rows_sent=[step.rows[SENT].tolist() for step in steps],
+        rows_received=[step.rows[RECEIVED].tolist() for step in steps],
+        rows_late=[step.late.tolist() for step in steps],
+        rows_fetched=fetched.sum(axis=2).tolist(),
+        rows_written_back=written_back.sum(axis=2).tolist(),
+    )
 
 
 def owners_slots(

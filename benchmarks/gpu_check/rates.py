@@ -11,7 +11,6 @@ import torch
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import make_job, sizes
 from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates import stopwatch
 from rowcast.analysis.estimate.rates.measure import measure
 from rowcast.analysis.estimate.rates_file import OVERHEADS
 from rowcast.runtime.disk import render, seal
@@ -22,7 +21,7 @@ FILE = "device-rates.json"
 @contextmanager
 def in_a_hurry() -> Iterator[None]:
     """Enough to try this part, not to measure: one round, and caches stay warm."""
-    with patch.object(measuring, "ROUNDS", 1), patch.dict(stopwatch.SWEPT_BYTES, cpu=2**20):
+    with patch.object(measuring, "ROUNDS", 1), patch.dict(measuring.SWEPT_BYTES, cpu=2**20):
         yield
 
 

@@ -32,12 +32,10 @@ from rowcast.analysis.advise.cost import (
 )
 from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
 from rowcast.analysis.advise.read import Observed, followed, group_shares, observe, thinned
-from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee
-from rowcast.analysis.advise.show import parts, sentences
+from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee, parts, sentences
 from rowcast.analysis.advise.tiers import TierTrials
-from rowcast.analysis.progress import AnalysisProgress
 from rowcast.analysis.scan.steps import StepRows
-from rowcast.analysis.show import tell
+from rowcast.analysis.show import AnalysisProgress, tell
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.simulate.simulate import simulate

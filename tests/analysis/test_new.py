@@ -214,7 +214,7 @@ def test_where_advise_fails_the_job_says_that_its_capacity_is_a_guess(
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_csv(tmp_path, clicks())
-    monkeypatch.setattr("rowcast.analysis.progress.EVERY_S", 0.0)
+    monkeypatch.setattr("rowcast.analysis.show.EVERY_S", 0.0)
     assert "looking at every row, in pieces: 1 of 1\n" in new(path)[1]
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rowcast.analysis.new import new as new_command
 from rowcast.analysis.new.files import look_at
 from rowcast.analysis.new.roles import ChosenRoles, Wish, choose
-from rowcast.analysis.progress import AnalysisProgress
+from rowcast.analysis.show import AnalysisProgress
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader

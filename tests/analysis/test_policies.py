@@ -5,8 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rowcast.analysis.scan.steps import NEVER
-from rowcast.analysis.simulate.moves import Moves, planned_moves
-from rowcast.analysis.simulate.policies import ttl_moves, window_moves
+from rowcast.analysis.simulate.moves import Moves, planned_moves, ttl_moves, window_moves
 from rowcast.prefetcher.planner.planner import RowPlanner
 from tests.analysis.recordings import ROWS, Case, assert_moved, cases, recording_of, ttl_by_sets, window_by_sets
 from tests.support.planner_oracle import fewest_fetches

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rowcast.analysis.scan import sample
-from rowcast.analysis.scan.sample import (
+from rowcast.analysis.scan import steps
+from rowcast.analysis.scan.steps import (
     Amount,
     draw_batches,
     read_drawn,
@@ -53,7 +53,7 @@ def test_the_place_in_a_stratum_is_random_but_the_same_for_one_seed() -> None:
     assert drawn_of(1000, Amount(share=0.1)) == drawn_of(1000, Amount(share=0.1))
     counts: Counter[int] = Counter()
     for seed in range(600):
-        counts.update(sample.drawn(iter([(0, 6), (6, 12)]), seed))
+        counts.update(steps.drawn(iter([(0, 6), (6, 12)]), seed))
     assert sorted(counts) == list(range(12)), "every batch is drawn equally often over many seeds"
     assert 65 < min(counts.values()) < max(counts.values()) < 140
 
@@ -147,7 +147,7 @@ def test_drawn_batches_are_those_that_a_whole_reading_has_there(
     assert len(whole) == 11
     reader = Watched(open_reader(job))
     if seeks:
-        monkeypatch.setattr(sample, "DECODED_ROWS", 0)
+        monkeypatch.setattr(steps, "DECODED_ROWS", 0)
     wanted = (1, 2, 3, 7, 10)
     found = list(read_drawn(job, reader, iter(wanted), "train"))
     assert all(same_batch(batch, whole[index]) for batch, index in zip(found, wanted, strict=True))
@@ -189,6 +189,6 @@ def test_a_place_is_sought_only_where_that_is_cheaper_than_reading_on(tmp_path: 
     assert cost(npy(folders[0])) == 0
     assert cost(npy(folders[1], shuffle="full")) == 83 / 32
     assert cost(tsv(folders[2])) == cost(tsv_gz(folders[4])) == 0
-    assert cost(bags(folders[6])) == sample.DECODED_ROWS
+    assert cost(bags(folders[6])) == steps.DECODED_ROWS
     assert cost(bags(folders[3], shuffle="window:65536")) == 65536
     assert cost(custom(folders[5])) == np.inf

@@ -12,8 +12,7 @@ from rowcast.analysis.simulate.command import require_one
 from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.grid import settings as settings_of_grid
 from rowcast.analysis.simulate.moves import TierMoves, new_planner, planned_moves
-from rowcast.analysis.simulate.results import Simulation, StepArrays
-from rowcast.analysis.simulate.simulate import simulate
+from rowcast.analysis.simulate.simulate import Simulation, StepArrays, simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import measure, slots_of

@@ -11,7 +11,7 @@ import pytest
 import rowcast.analysis.simulate.plot
 from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 from rowcast.analysis.simulate.plot import curves
-from rowcast.analysis.simulate.results import Simulation
+from rowcast.analysis.simulate.simulate import Simulation
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError

@@ -8,11 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.analysis.scan.shares import Sharing, measured_keys, owners_touched
+from rowcast.analysis.scan.steps import Sharing, measured_keys, owners_touched
 from rowcast.analysis.simulate.command import SimulateOptions, ranks_jobs, run_simulate
 from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.ranks import owners_slots, simulate_ranks
-from rowcast.analysis.simulate.ranks_results import RanksSimulation, step_exchange, travelled
+from rowcast.analysis.simulate.ranks import RanksSimulation, owners_slots, simulate_ranks, step_exchange, travelled
 from rowcast.analysis.simulate.simulate import simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs

@@ -4,8 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.analysis.timeline.recording import began, lives, overlap, read_pair, read_pairs
-from rowcast.analysis.timeline.timeline import TimelineOptions, parse_steps, run_timeline
+from rowcast.analysis.timeline.timeline import (
+    TimelineOptions,
+    began,
+    lives,
+    overlap,
+    parse_steps,
+    read_pair,
+    read_pairs,
+    run_timeline,
+)
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.run_directory import pair_folder
 from rowcast.runtime.telemetry.metrics import BOTH, Process

@@ -8,11 +8,10 @@ from typer.testing import CliRunner
 
 from rowcast.analysis.estimate import estimate as module
 from rowcast.analysis.estimate.estimate import combinations, estimate_job, estimated, walk_recorded
-from rowcast.analysis.estimate.pipeline import HANDOVERS, Pipeline, Planned
+from rowcast.analysis.estimate.pipeline import HANDOVERS, Pipeline, Planned, run
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates_file import KernelRates
 from rowcast.analysis.estimate.recorded import RecordedRun
-from rowcast.analysis.estimate.schedule import run
 from rowcast.analysis.estimate.walk import walk
 from rowcast.command_line.prefetcher import app
 from rowcast.job.tables import group_specs

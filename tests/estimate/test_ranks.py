@@ -9,7 +9,7 @@ from rowcast.analysis.estimate.estimate import estimate_job, estimated
 from rowcast.analysis.estimate.pipeline import Planned
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates_file import DeviceRates, KernelRates
-from rowcast.analysis.scan.shares import GroupShares, Sharing
+from rowcast.analysis.scan.steps import GroupShares, Sharing
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, with_placements
 from rowcast.prefetcher.readers.reader import open_reader

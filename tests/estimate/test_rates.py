@@ -13,11 +13,9 @@ from typer.testing import CliRunner
 from rowcast.analysis.estimate.estimate import OF_HOST
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates import stopwatch
 from rowcast.analysis.estimate.rates.exchange import exchange_kernels
-from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, measure, measured, model_shapes
+from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, Stopwatch, measure, measured, model_shapes
 from rowcast.analysis.estimate.rates.overheads import overheads, seconds_of
-from rowcast.analysis.estimate.rates.stopwatch import Stopwatch
 from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,
@@ -93,10 +91,9 @@ def test_a_time_in_which_the_machine_was_slow_falls_on_no_kernel() -> None:
 
 @pytest.fixture
 def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(stopwatch.SWEPT_BYTES, "cpu", 4096)
+    monkeypatch.setitem(measuring.SWEPT_BYTES, "cpu", 4096)
     for module, names in (
-        (stopwatch, {"REPEATS": 1, "MOST_REPEATS": 1}),
-        (measuring, {"ROUNDS": 1, "MOVED_ROWS": (8, 16), "COPIED_BYTES": (64, 256)}),
+        (measuring, {"REPEATS": 1, "MOST_REPEATS": 1, "ROUNDS": 1, "MOVED_ROWS": (8, 16), "COPIED_BYTES": (64, 256)}),
         (measuring, {"overheads": lambda *_: dict.fromkeys(OVERHEADS, KernelRates(terms={"1": 0.0}))}),
     ):
         for name, value in names.items():

@@ -5,11 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from rowcast.analysis.estimate.pipeline import Pipeline, Planned, Wiring
+from rowcast.analysis.estimate.pipeline import Pipeline, Planned, Task, Thread, Wiring, run, waits
 from rowcast.analysis.estimate.recorded import RecordedRun, add_handovers, recorded_run
-from rowcast.analysis.estimate.schedule import Task, Thread, run, waits
 from rowcast.analysis.estimate.walk import steady, walk
-from rowcast.analysis.timeline.recording import Pair
+from rowcast.analysis.timeline.timeline import Pair
 from rowcast.runtime.telemetry.metrics import Process
 from rowcast.runtime.telemetry.timeline import MAIN, Event, SpanKind
 from tests.support import made_up_timeline

@@ -8,7 +8,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from rowcast.analysis.estimate.schedule import BUSY, Ring, Task, Thread, critical_path, run, waits
+from rowcast.analysis.estimate.pipeline import BUSY, Ring, Task, Thread, critical_path, run, waits
 from rowcast.protocol.transport.ring import RingWriter, piece_bytes
 from tests.support.repeats import count
 

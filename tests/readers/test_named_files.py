@@ -18,7 +18,7 @@ import pytest
 from pyarrow.feather import write_feather
 
 from rowcast.analysis.new.files import look_at
-from rowcast.analysis.progress import AnalysisProgress
+from rowcast.analysis.show import AnalysisProgress
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.data_files import data_files, files_text, in_recorded_order, listed_files

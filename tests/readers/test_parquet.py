@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowcast.analysis.new.files import look_at
-from rowcast.analysis.progress import AnalysisProgress
+from rowcast.analysis.show import AnalysisProgress
 from rowcast.prefetcher.readers.reader import Reader, open_reader
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.prefetcher.readers.schedule import block_permutation, schedule

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from rowcast.analysis.timeline.recording import Recording
+from rowcast.analysis.timeline.timeline import Recording
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import Event, SpanKind, timeline_path
 

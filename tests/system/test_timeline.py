@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rowcast.analysis.estimate.pipeline import Planned
 from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.timeline.recording import Pair, StepLife, began, ended, lives, overlap, read_pair
+from rowcast.analysis.timeline.timeline import Pair, StepLife, began, ended, lives, overlap, read_pair
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.runtime.telemetry.timeline import MAIN

@@ -19,7 +19,7 @@ import numpy as np
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates_file import KernelRates
 from rowcast.analysis.estimate.recorded import recorded_run
-from rowcast.analysis.timeline.recording import Recording, ended, lives, read_pair
+from rowcast.analysis.timeline.timeline import Recording, ended, lives, read_pair
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F64
