@@ -15,7 +15,7 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
-PROTOCOL_VERSION = 18
+PROTOCOL_VERSION = 19
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its plan or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
@@ -455,12 +455,13 @@ class Ids(Message, frozen=True, kw_only=True):
 
 
 class Ask(Message, frozen=True, kw_only=True):
-    """A training script looks up rows that are neither planned nor on the device. Travels behind the victims that have
-    left before, so they are home when the rows are read."""
+    """A training script looks up rows that are neither planned nor on the device, or asks which rows were trained.
+    Travels behind the victims that have left before, so they are home when the rows are read."""
 
     number: Number  # 0, 1, ...
     table: Number
-    rows: bytes  # i64, ascending
+    rows: bytes  # i64, ascending; of "trained rows": none for the first parcel, the last row of the one before
+    wants: Literal["records", "trained rows"] = "records"
 
     def check(self) -> None:
         check_rows(self.rows)
@@ -468,7 +469,7 @@ class Ask(Message, frozen=True, kw_only=True):
 
 class Answer(Message, frozen=True, kw_only=True):
     number: Number  # of the Ask
-    records: bytes  # of its rows
+    records: bytes  # of its rows; or the numbers of trained rows, i64, ascending, none after the last
 
 
 class Returned(Message, frozen=True, kw_only=True):

@@ -969,7 +969,11 @@ tests/adopt/test_script_engine.py::test_every_read_gives_the_last_write
     rows that a script writes beside the plan overtake victims
         self._engine.sender.send_parcel(message) => self._engine.conversation.send(message)
     rows that a script asks for are read before its victims are home
-        self._engine.sender.send_parcel(Ask( => self._engine.conversation.send(Ask(
+        self._engine.sender.send_parcel(ask) => self._engine.conversation.send(ask)
+    rows in slots are not among those that were trained
+        residency.is_trained[slots] = True => pass
+    trained rows that the store has are not listed
+        next(self._trained, NO_ROWS) => NO_ROWS
     rows that a script writes beside the plan stay on the device
         self._return(place, ids[~is_planned], => (lambda *rows: None)(place, ids[~is_planned],
     a step that trains nothing counts its rows as trained

@@ -5,7 +5,7 @@ A plan may be sent when the trainer has room to hold it:             done_throug
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,11 +20,13 @@ from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Answer, Ask, PlanReady, RowSpan, StopRequest
 from rowcast.protocol.plan import BarrierPlan, Piece, Plan, cut, is_sampled, plan_stamp
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
-from rowcast.runtime.arrays import Bytes
+from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.checkpoint_manifest import BatchChecksum, Position
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import RowcastError
 
+LISTED_AT_ONCE = 2**17  # rows: 1 MiB of numbers
+NO_ROWS: I64 = np.empty(0, np.int64)
 Stall = Literal["plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 
 
@@ -112,6 +114,7 @@ class Fetcher:
         self._pieces: deque[tuple[Plan, Piece]] = deque()  # of one plan, to be read
         self._reading: deque[Reading] = deque()  # pieces in the ring, in order
         self._answering: deque[tuple[Ask, Bytes, Ticket]] = deque()
+        self._trained: Iterator[I64] = iter(())  # that were asked for and not listed yet
 
     @property
     def reading(self) -> int:
@@ -192,6 +195,11 @@ class Fetcher:
         if asked:
             ask = self._writeback.asked.popleft()
             group, keys = rows_of_table(self._groups, ask.table, ask.rows)
+            if ask.wants == "trained rows":
+                if not len(keys):
+                    self._trained = self._stores[group.index].trained_rows(ask.table, LISTED_AT_ONCE)
+                self._send(Answer(number=ask.number, records=next(self._trained, NO_ROWS).tobytes()))
+                return True
             rows = np.empty((len(keys), group.record_bytes), np.uint8)
             self._answering.append((ask, rows, self._stores[group.index].read(keys, rows)))
         if not self._answering or not self._answering[0][2].done():

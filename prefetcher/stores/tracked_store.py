@@ -1,12 +1,13 @@
 """Adds first values and tracking of changed rows to any store."""
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
-from rowcast.job.tables import GroupSpec
+from rowcast.job.tables import ROW_MASK, GroupSpec
 from rowcast.prefetcher.stores.first_values import fill_first_records
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
@@ -15,6 +16,7 @@ from rowcast.prefetcher.stores.touched_rows import numbered
 from rowcast.runtime.arrays import I64, U64
 
 ROWS_AT_ONCE = 2**16
+ALL_BITS = 2**64 - 1
 
 
 class FilledRead:
@@ -81,6 +83,12 @@ class TrackedStore:
     def changed_keys(self, table: int) -> Keys:
         found = self.numbers.found(self.changed_bits, [table], ROWS_AT_ONCE)
         return np.concatenate([np.empty(0, np.int64), *(keys for keys, _ in found)])
+
+    def trained_rows(self, table: int, at_once: int) -> Iterator[I64]:
+        """Yields the numbers of all rows of the table that were ever written, ascending. Any thread; those that are
+        written meanwhile may be missing."""
+        for keys, _ in self.numbers.found(np.full_like(self.changed_bits, ALL_BITS), [table], at_once):
+            yield keys & ROW_MASK
 
     def freeze(self, share: float) -> FrozenRows:
         """Declares the rows to be a checkpoint's, and returns the changed ones. These keep their bytes until `thaw`,

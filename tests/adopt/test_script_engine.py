@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rowcast.prefetcher.pipeline import fetcher
 from rowcast.runtime.arrays import I64
 from rowcast.trainer.adopt import script_engine
 from rowcast.trainer.adopt.rows import Records
@@ -29,10 +30,12 @@ class Script:
         self.pair = ScriptPair(seed, tables, slots, chance.choice((2**10, 2**12)), late=chance.random() < 0.5)
         self.plain, self.engine = PlainRows(self.pair.places), self.pair.engine
         self.coming: list[int] = []  # announced
+        self.written = [set[int]() for _ in tables]  # rows of each table
+        self.announced = [set[int]() for _ in tables]  # those of training steps
         self.evaluates = chance.choice((0.0, 0.2))  # how often a step trains no rows
 
     def run(self) -> None:
-        turns = [self.announce, self.begin, self.read, self.write, self.train, self.pass_over]
+        turns = [self.announce, self.begin, self.read, self.write, self.train, self.pass_over, self.list_trained]
         often = [self.chance.choice((0.1, 1.0, 3.0)) for _ in turns]
         for turn in self.chance.choices(turns, often, k=NUM_TURNS):
             turn()
@@ -40,6 +43,7 @@ class Script:
         self.engine.finish()
         for place in self.pair.places:
             self.check(place, np.arange(place.num_rows))
+        self.list_trained()
 
     # coming steps
 
@@ -50,7 +54,10 @@ class Script:
             for place in self.chance.sample(self.pair.places, self.chance.randint(0, len(self.pair.places))):
                 rows[place] = self.some(place, room[place.group])
                 room[place.group] -= len(rows[place])
-            self.coming.append(self.engine.announce(rows, trains=self.chance.random() >= self.evaluates))
+            trains = self.chance.random() >= self.evaluates
+            for place in rows if trains else ():
+                self.announced[place.index] |= set(rows[place].tolist())
+            self.coming.append(self.engine.announce(rows, trains=trains))
 
     def begin(self) -> None:
         """In order, mostly."""
@@ -85,6 +92,13 @@ class Script:
     def put(self, place: Place, ids: Tensor, rows: Records) -> None:
         self.engine.write(place, ids, rows)
         self.plain.write(place, ids, rows)
+        self.written[place.index] |= set(ids.tolist())
+
+    def list_trained(self) -> None:
+        for place, written, announced in zip(self.pair.places, self.written, self.announced, strict=True):
+            found = self.engine.trained(place).tolist()
+            assert found == sorted(set(found))
+            assert written <= set(found) <= written | announced
 
     def check(self, place: Place, ids: I64) -> None:
         wanted = torch.from_numpy(ids)
@@ -112,6 +126,7 @@ def some_records(chance: random.Random, place: Place, num_rows: int) -> Records:
 def test_every_read_gives_the_last_write(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_engine, "PARCEL_BYTES", 48)  # of two rows, or one
     monkeypatch.setattr(script_engine, "MOST_LEAVING", 20)
+    monkeypatch.setattr(fetcher, "LISTED_AT_ONCE", 3)
     num_seeds = count(40, 3000, quick=15)
     for seed in range(part * num_seeds, (part + 1) * num_seeds):
         try:

@@ -12,7 +12,7 @@ that may still be on its way to a slot: it gets the written values once it is th
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -84,7 +84,7 @@ class ComingStep:
     rows: list[I64]  # of each group, by number, ascending
     trains: bool
     is_wanted: bool = True  # False: it is passed over
-    is_placed: bool = False  # its slots are known
+    slots: list[I64] = field(default_factory=list)  # of each group, once they are known
     late: list[Late] = field(default_factory=list)
 
     def note(self, late: Late) -> None:
@@ -98,6 +98,7 @@ class Residency:
     def __init__(self, num_rows: int, num_slots: int) -> None:
         self.slot_of: I32 = np.zeros(num_rows, np.int32)  # plus 1; 0: in none. Pages of zeros take no memory
         self.row_in: I64 = np.full(num_slots, -1, np.int64)
+        self.is_trained = np.zeros(num_slots, np.bool_)  # the row in each slot, since it came
         self.coming: I64 = np.full(num_slots, -1, np.int64)  # the newest step's row in each slot
 
     def slots(self, rows: I64) -> I64:
@@ -109,7 +110,7 @@ class Residency:
         before, rows = self.row_in[slots], self.coming[slots]
         self.slot_of[before[before >= 0]] = 0
         self.slot_of[rows] = slots + 1
-        self.row_in[slots] = rows
+        self.row_in[slots], self.is_trained[slots] = rows, False
         return rows
 
 
@@ -203,6 +204,9 @@ class ScriptEngine:
             self._steps.popleft()
         self._engine.loop.begin(step)
         self._current = step
+        if self._steps[0].trains:
+            for slots, residency in zip(self._steps[0].slots or self._slots_of(step), self._residency, strict=True):
+                residency.is_trained[slots] = True
 
     def planned(self, place: Place) -> tuple[Tensor, Records]:
         """The rows of the table in the step that has begun, i64 [n] ascending. Once; later there are none."""
@@ -228,10 +232,10 @@ class ScriptEngine:
         [step] = plan.steps
         self._leaving = [late for late in self._leaving if late.number > message.returned]
         own = next(coming for coming in self._steps if coming.number == step.step)
-        if message.rows and not own.is_placed:
-            own.is_placed = True
-            for group, residency in enumerate(self._residency):
-                residency.coming[self._host(step.arrays[f"{group}.unique_slots"])] = own.rows[group]
+        if message.rows and not own.slots:
+            own.slots = self._slots_of(step)
+            for slots, rows, residency in zip(own.slots, own.rows, self._residency, strict=True):
+                residency.coming[slots] = rows
         for span in message.rows:
             slots = self._host(step.arrays[f"{span.group}.fill_slots"])[span.start : span.start + span.count]
             rows = self._residency[span.group].fill(slots)
@@ -256,6 +260,21 @@ class ScriptEngine:
         order = np.argsort(np.concatenate([np.flatnonzero(is_here), np.flatnonzero(~is_here)]))
         return place.unpacked(torch.cat([found, asked])[self._index(order)])
 
+    def trained(self, place: Place) -> Tensor:
+        """Returns the numbers of the rows that were trained, i64 [n] ascending: those that the prefetcher was given,
+        and those in slots. A few more are among them, which were announced and not trained."""
+        residency = self._residency[place.group]
+        held = residency.row_in[residency.is_trained] - place.base
+        parts = [held[(held >= 0) & (held < place.num_rows)]]
+        last = NO_ROWS
+        while True:
+            ask = Ask(number=self._num_asked, table=place.index, rows=last.tobytes(), wants="trained rows")
+            listed_rows = np.frombuffer(self._answers_to([ask]), np.int64)
+            if not len(listed_rows):
+                return torch.from_numpy(np.unique(np.concatenate(parts)))
+            parts.append(listed_rows)
+            last = listed_rows[-1:]
+
     def write(self, place: Place, ids: Tensor, rows: Records) -> None:
         """`ids`: distinct, ascending."""
         planned, slots = self._planned.get(place.index, (NO_IDS, NO_IDS))
@@ -278,15 +297,23 @@ class ScriptEngine:
 
     def _answer(self, place: Place, ids: I64) -> bytearray:
         """Returns the rows' records. All that was returned before is home then."""
-        first, size = self._num_asked, self._at_once(self.groups[place.group])
-        for own in np.split(ids, range(size, len(ids), size)):
-            self._engine.sender.send_parcel(Ask(number=self._num_asked, table=place.index, rows=own.tobytes()))
-            self._num_asked += 1
+        size = self._at_once(self.groups[place.group])
+        parts = np.split(ids, range(size, len(ids), size))
+        asks = [
+            Ask(number=number, table=place.index, rows=own.tobytes())
+            for number, own in enumerate(parts, self._num_asked)
+        ]
+        return self._answers_to(asks)
+
+    def _answers_to(self, asks: Sequence[Ask]) -> bytearray:
+        """`asks`: with the next numbers."""
+        for ask in asks:
+            self._engine.sender.send_parcel(ask)
+        self._num_asked += len(asks)
         self._run.wake("sender")
-        numbers = range(first, self._num_asked)
-        self._run.drive(lambda: all(number in self._answers for number in numbers))
+        self._run.drive(lambda: all(ask.number in self._answers for ask in asks))
         self._leaving.clear()
-        return bytearray().join(self._answers.pop(number) for number in numbers)
+        return bytearray().join(self._answers.pop(ask.number) for ask in asks)
 
     def _accept(self, message: Answer) -> None:
         self._answers[message.number] = message.records
@@ -314,6 +341,10 @@ class ScriptEngine:
     def _scatter(self, group: int, slots: I64, records: Tensor) -> None:
         with self._between_fills():
             self._engine.slots.records[group].index_copy_(0, self._index(slots), records)
+
+    def _slots_of(self, step: Step) -> list[I64]:
+        """Of each group, in the order of the step's rows."""
+        return [self._host(step.arrays[f"{group}.unique_slots"]) for group in range(len(self.groups))]
 
     def _host(self, slots: Tensor) -> I64:
         """`slots`: of a plan. Waits for the copy of the plan alone, and not for the script's work."""
