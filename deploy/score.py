@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from typer import Option
 
 from rowcast.deploy.local import run_both
-from rowcast.job.file import apply_override, parse_job, read_content
+from rowcast.job.file import apply_override, parse_job, read_content, refuse_script
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.named_code import code_in, from_file, trusted
 from rowcast.job.removed import without_removed
@@ -108,6 +108,7 @@ def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence
 
 
 def scoring_content(checkpoint: Manifest, run: Path, data: str) -> dict[str, Any]:
+    refuse_script(checkpoint.job, str(run))
     content = without_removed(msgspec.to_builtins(checkpoint.job))
     own, ranks = content["data"], content["ranks"]
     content["job"]["run_dir"] = str(run)

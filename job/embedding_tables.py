@@ -57,8 +57,7 @@ class Table(Section, frozen=True, kw_only=True):
         return self.placement.startswith("columns:")
 
     def check(self) -> None:
-        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
-            raise ValueError(f"table name {self.name!r} must be letters, digits and underscores")
+        self._check_name()
         if not self.features:
             raise ValueError(f"table {self.name} has no feature; list at least one in features = [...]")
         if self.linear and self.pooling == "none":
@@ -78,6 +77,10 @@ class Table(Section, frozen=True, kw_only=True):
                 f"{LARGEST[self.dtype]:.6g}; choose smaller first values"
             )
 
+    def _check_name(self) -> None:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.name):
+            raise ValueError(f"table name {self.name!r} must be letters, digits and underscores")
+
     def _check_pieces(self) -> None:
         own = f'table {self.name}: placement = "{self.placement}"'
         if not re.fullmatch(r"rows|table|auto|columns:[1-9][0-9]*", self.placement):
@@ -89,6 +92,13 @@ class Table(Section, frozen=True, kw_only=True):
                 f"{own} does not divide {self.embedding_dim} columns into pieces of a multiple of 4; set "
                 f'placement = "{nearest}"'
             )
+
+
+class ParameterTable(Table, frozen=True, kw_only=True):
+    """The table of a training script, which has the name of its parameter."""
+
+    def _check_name(self) -> None:
+        """Any name of a parameter."""
 
 
 class TablesFrom(Section, frozen=True, kw_only=True):

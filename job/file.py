@@ -88,8 +88,18 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
 
 def parse_manifest_job(content: Mapping[str, Any], source: str) -> Job:
     """Like `parse_job`, for the job that a manifest of this version or an earlier one holds: code that it names is not
-    imported."""
+    imported. Raises ConfigError, also if a training script has written the manifest."""
+    refuse_script(content, source)
     return from_file(parse_job(without_removed(content), source))
+
+
+def refuse_script(content: Mapping[str, Any], source: str) -> None:
+    """`content`: the job in a manifest. Raises ConfigError if a training script has written the manifest."""
+    if not content:
+        raise ConfigError(
+            f"{source} is of a training script that saved itself by rowcast.save, and has no job: the script goes on "
+            "by rowcast.restore, and `rowcast export`, `verify`, `publish` and serving read it"
+        )
 
 
 def resolve_tables(job: Job) -> list[Table]:

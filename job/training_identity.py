@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from rowcast.job.embedding_tables import Table
+from rowcast.job.file import refuse_script
 from rowcast.job.schema import Job, digest
 from rowcast.job.section import Section, default_of, defaults_of_other_kinds, keys_of
 from rowcast.job.types import shown
@@ -85,6 +86,7 @@ def refuse_finished(directory: RunDirectory, job: Job, max_steps: int | None) ->
 
 
 def differing_settings(checkpoint: Manifest, job: Job) -> list[str]:
+    refuse_script(checkpoint.job, f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir}")
     found = list(setting_differences(checkpoint.job, job))
     return [own for own in found if own.startswith(OF_ROWS)] if checkpoint.is_import else found
 

@@ -15,7 +15,7 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its plan or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
@@ -485,6 +485,15 @@ class Returned(Message, frozen=True, kw_only=True):
         check_rows(self.rows)
 
 
+class Save(Message, frozen=True, kw_only=True):
+    """A training script saves itself. Travels between `Returned` as an `Ask` does, and has two halves: rows that are
+    returned after the first are the ones that have changed; the second asks for the checkpoint, and an `Answer` of its
+    number says that it is durable."""
+
+    number: Number  # in the order of `Ask`
+    request: bytes  # `script_setup.SaveRequest` as JSON; b"" in the first half
+
+
 ROW_NUMBER_BYTES = 8
 
 
@@ -550,6 +559,7 @@ AnyMessage = (
     | Ask
     | Answer
     | Returned
+    | Save
     | EndOfData
     | StopRequest
     | Heartbeat

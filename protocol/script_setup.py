@@ -2,6 +2,8 @@
 
 import msgspec
 
+from rowcast.runtime.checkpoint_manifest import SavedScript
+
 SETUP = "script.json"  # in the run directory
 
 
@@ -25,3 +27,16 @@ class ScriptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class ScriptSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     num_steps: int  # that are known at the start
     tables: tuple[ScriptTable, ...]  # in the order of the job
+
+
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A checkpoint of the script: the rows of all tables, and a model state."""
+
+    folder: str  # of the run
+    run_id: str
+    step: int  # of the script, above those of earlier saves
+    keep: int  # checkpoints
+    # checksum of the manifest since which the rows have changed; "": they are all rows
+    after: str
+    script: SavedScript
+    objects: str  # a file with the model state, as safetensors

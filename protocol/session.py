@@ -38,7 +38,7 @@ class State(StrEnum):
 
 S = State
 WORK = ("RowsBack", "PlanDone", "Released")  # the trainer's reports on plans
-OF_SCRIPTS = ("Ids", "Ask", "Returned")  # a training script's look-ups and rows
+OF_SCRIPTS = ("Ids", "Ask", "Returned", "Save")  # a training script's look-ups and rows
 
 # state, sender, what it may send (`Message.kind`), the state that follows
 ROWS: tuple[tuple[State, Role, tuple[str, ...], State], ...] = (

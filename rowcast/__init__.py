@@ -14,6 +14,7 @@ Your own training script needs one line instead:
 
     adopt                    the tables of a model stay its parameters, and only rows of coming steps are on the device
     ahead, ahead_calls       batches that are not from a DataLoader, read ahead
+    save, restore            of a whole script: rows, objects and random states, as a run that serving reads
     sum_gradients            on several ranks, a mean of the model's gradients that has one order of additions
     tables                   a context: `nn.Embedding` gets a weight in a file, for tables larger than memory
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from rowcast.trainer.adopt.connect.settings import EmbeddingBagConfig, EmbeddingConfig
     from rowcast.trainer.adopt.gradient_sum import sum_gradients
     from rowcast.trainer.adopt.mapped_tables import tables
+    from rowcast.trainer.adopt.saved import restore, save
     from rowcast.trainer.models.evaluate import ranks_among
     from rowcast.trainer.models.sequences import Sequences
 
@@ -70,6 +72,8 @@ __all__ = [
     "draws",
     "load",
     "ranks_among",
+    "restore",
+    "save",
     "sum_gradients",
     "tables",
     "train",
@@ -93,6 +97,8 @@ MODULES = {
     "draws": "rowcast.prefetcher.readers.draws",
     "load": "rowcast.deploy.run",
     "ranks_among": "rowcast.trainer.models.evaluate",
+    "restore": "rowcast.trainer.adopt.saved",
+    "save": "rowcast.trainer.adopt.saved",
     "sum_gradients": "rowcast.trainer.adopt.gradient_sum",
     "tables": "rowcast.trainer.adopt.mapped_tables",
     "train": "rowcast.deploy.run",

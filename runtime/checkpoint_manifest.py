@@ -168,13 +168,35 @@ class TrainingData(FilePart, frozen=True, kw_only=True):
     dense_columns: tuple[str, ...] = ()  # their names; none were recorded if there are not `num_dense`
 
 
+class SavedTable(FilePart, frozen=True, kw_only=True):
+    """An adopted table. Its records are f32: `dim` weights, as many of each state, and a number of the script's."""
+
+    name: str  # of the parameter
+    num_rows: Annotated[int, msgspec.Meta(ge=1, le=2**48)]
+    dim: Annotated[int, msgspec.Meta(ge=1)]
+    states: tuple[str, ...]  # of the script's optimizer, by torch.optim's names
+
+    @property
+    def width(self) -> int:
+        """The columns of a record."""
+        return self.dim * (1 + len(self.states)) + 1
+
+
+class SavedScript(FilePart, frozen=True, kw_only=True):
+    """A training script that has saved itself by `rowcast.save`."""
+
+    name: str  # of its file
+    tables: Annotated[tuple[SavedTable, ...], msgspec.Meta(min_length=1)]  # their numbers are those in keys
+    num_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+
 class Manifest(Sealed, frozen=True, kw_only=True):
     run_id: str
     position: Position  # where training continues
     finished: bool  # True if the data has ended; otherwise the run continued or was stopped
     reason: str
-    job: dict[str, Any]  # the complete, checked job: an export needs no other file
-    trained_on: TrainingData | None  # None after an import
+    job: dict[str, Any]  # the complete, checked job: an export needs no other file; {} of a script
+    trained_on: TrainingData | None  # None after an import, and of a script
     shards: tuple[ShardLayers, ...]  # one per rank that wrote the checkpoint
     points: Points = ()  # that divided the tables among them; before version 9 none is placed
     block_bits: BlockBits = 6  # a block of rows with one owner has 2**block_bits; before version 9 it was 6
@@ -185,9 +207,12 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     best: str = ""
     # what the ids of each feature were that is hashed by their bytes; before version 10 none
     id_types: dict[str, IdType] = msgspec.field(default_factory=dict)
+    script: SavedScript | None = None  # that saved itself, in place of `job` and `trained_on`; before version 10 none
 
     def __post_init__(self) -> None:
         check_position(self.position)
+        if self.script is not None and (self.job or self.trained_on or len(self.shards) > 1):
+            raise ValueError("a checkpoint is of a job or of a script")
         if not self.shards:
             raise ValueError("a checkpoint has at least one shard")
         if self.best and not FOLDER_NAME.fullmatch(self.best):
@@ -317,6 +342,8 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = read_sealed(path, KINDS, "manifest")
     except OSError as error:
         raise missing(path, "no checkpoint here", error) from None
+    if manifest.script is not None:
+        return in_its_folder(path, manifest)
     try:
         msgspec.convert(manifest.job, SAVED_JOB)
     except msgspec.ValidationError as error:
@@ -324,7 +351,11 @@ def read_manifest(folder: Path) -> Manifest:
     columns = manifest.job["data"]["columns"]
     if manifest.version < 10 and columns.get("hash_by_value"):
         columns["value_rule"] = 1  # the only one that they had
-    if manifest.name != folder.name:
+    return in_its_folder(path, manifest)
+
+
+def in_its_folder(path: Path, manifest: Manifest) -> Manifest:
+    if manifest.name != path.parent.name:
         raise DataError(f"{path}: the manifest of {manifest.name} is in the folder of another checkpoint")
     return manifest
 

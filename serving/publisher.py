@@ -15,12 +15,11 @@ from tempfile import TemporaryDirectory
 
 import xxhash
 
-from rowcast.job.file import parse_manifest_job
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.saved_tables import saved_tables
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     RUN_ID,
-    UNKNOWN,
     Manifest,
     RowLayer,
     readable,
@@ -225,7 +224,7 @@ class Publisher:
             ) from None
 
     def _check(self, manifest: Manifest, current: VersionFile | None, *, fresh: bool) -> None:
-        if manifest.dense is None or manifest.trained_on is None or manifest.trained_on.num_dense == UNKNOWN:
+        if manifest.dense is None or saved_tables(self._root, manifest).num_dense is None:
             raise ConfigError(
                 f"{self._root / manifest.name} does not say how many dense features a sample has: an import or an "
                 "older version wrote it; train one checkpoint further"
@@ -282,18 +281,18 @@ class Publisher:
         self, root: Path, manifest: Manifest, number: int, changes: Changes, before: Snapshot | None
     ) -> VersionFile:
         folder, partial = self._to / version_name(number), self._to / f".{version_name(number)}.partial"
-        job = parse_manifest_job(manifest.job, f"{self._root / manifest.name}/{MANIFEST_NAME}")
+        tables = saved_tables(self._root, manifest)
         content = Content(
             root=root,
             manifest=manifest,
-            job=job,
+            tables=tables,
             layers=manifest.layers if changes.reason else changes.layers,
             changed=changes.layers,
             before=before,
             dtype=self._dtype,
         )
         partial.mkdir()
-        assert manifest.trained_on is not None, "such a checkpoint is refused"
+        assert tables.num_dense is not None, "such a checkpoint is refused"
         below = () if changes.reason or before is None else tuple(own.file.named for own in before.versions[::-1])
         version = seal(
             VersionFile(
@@ -307,11 +306,11 @@ class Publisher:
                 checkpoint=manifest.checksum,
                 position=manifest.position,
                 layers=tuple(tuple(map(layer_name, shard.layers)) for shard in manifest.shards),
-                num_dense=manifest.trained_on.num_dense,
-                ids=id_rules(job, manifest.id_types),
+                num_dense=tables.num_dense,
+                ids=id_rules(tables.job, manifest.id_types),
                 tables=write_tables(partial, content),
                 dense=write_dense(partial, content),
-                job=manifest.job,
+                job=manifest.job or tables.job.content(),
             )
         )
         crash_point("version not described")

@@ -22,7 +22,7 @@ import msgspec
 import xxhash
 
 from rowcast.job.checks import check_tables
-from rowcast.job.embedding_tables import RowType, Table
+from rowcast.job.embedding_tables import ParameterTable, RowType, Table
 from rowcast.job.formats import Columns, Prepare
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of
@@ -248,7 +248,7 @@ class ServedJob:
     gradients: RowType  # `ranks.gradients`
 
 
-class ServedTable(Table, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class ServedTable(ParameterTable, frozen=True, kw_only=True, forbid_unknown_fields=False):
     pass
 
 

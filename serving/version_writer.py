@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.job.schema import Job
-from rowcast.job.tables import GroupSpec, TableSpec, groups_at, whole_groups
+from rowcast.job.tables import GroupSpec, TableSpec
 from rowcast.prefetcher.checkpoints.export import Block, SavedModelState, TrainedRows
+from rowcast.prefetcher.checkpoints.saved_tables import SavedTables
 from rowcast.prefetcher.checkpoints.tensor_files import make_header
 from rowcast.prefetcher.stores.elements import elements_of, widened
 from rowcast.prefetcher.stores.store import ABSENT, Records
@@ -101,7 +101,7 @@ class Content:
 
     root: Path  # of the checkpoints
     manifest: Manifest
-    job: Job
+    tables: SavedTables
     layers: tuple[RowLayer, ...]  # with all rows of the version
     changed: tuple[RowLayer, ...]  # of these, with the rows that changed since the version before
     before: Snapshot | None
@@ -128,18 +128,18 @@ class WritableFile:
 
 def write_tables(folder: Path, content: Content) -> tuple[TableFiles, ...]:
     """Raises ConfigError if the disk has no room or the dtype cannot hold a value, DataError for a damaged layer."""
-    orders = [order for group in whole_groups(content.job) for order in orders_of(content, group)]
+    orders = [order for group in content.tables.groups for order in orders_of(content, group)]
     by_table = {table.index: (table, order) for table, order in orders}
     check_room(folder, content, by_table)
-    written = [own for group in whole_groups(content.job) for own in write_group(folder, content, group, by_table)]
+    written = [own for group in content.tables.groups for own in write_group(folder, content, group, by_table)]
     return tuple(files for _, files in sorted(written, key=lambda pair: pair[0]))
 
 
 def trained(
     content: Content, layers: tuple[RowLayer, ...], group: GroupSpec
 ) -> Iterator[tuple[TableSpec, Iterator[Block]]]:
-    saved = groups_at(content.job, content.manifest.points)
-    return TrainedRows(content.root, layers, saved, content.job.job.seed).tables(group)
+    own = content.tables
+    return TrainedRows(content.root, layers, own.written, own.job.job.seed).tables(group)
 
 
 def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, Order]]:

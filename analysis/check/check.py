@@ -39,7 +39,7 @@ from rowcast.analysis.check.machine import (
     check_versions,
 )
 from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers, check_tier
-from rowcast.job.file import load_job, parse_manifest_job
+from rowcast.job.file import load_job, parse_manifest_job, refuse_script
 from rowcast.job.named_code import JobFromFile, code_of, is_below, places, search_here
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.tables import group_specs
@@ -77,6 +77,7 @@ def check_run(run: Path) -> Iterator[Finding]:
 
     def load() -> Iterator[Finding]:
         content = {**Checkpoints(run, Disk()).choose(None).job}
+        refuse_script(content, str(run))
         content["job"] = content["job"] | {"run_dir": str(run)}
         yield from list_imports(parse_manifest_job(content, str(run)))
 

@@ -961,6 +961,14 @@ tests/adopt/test_foreseen_ids.py::test_sasrec_over_lists_is_foreseen_as_its_func
 tests/adopt/test_adopt.py::test_positions_of_ids_are_those_of_a_search_whatever_the_calls_before_have_left
     a place that an earlier call has left is beyond the step's rows
         at = at.clamp_(max=len(ids) - 1) => pass
+tests/adopt/test_saved.py::test_a_script_that_was_lost_goes_on_from_its_save_with_the_same_bits
+    a save has rows as they were when a batch last looked them up
+        self.unsaved.note(self._is_moving) => pass
+    rows that a save has moving are at rest after it
+        |= moves.numpy() => |= False
+::test_only_rows_with_another_value_are_written_also_after_a_restart
+    a save writes all rows that have come home since the engine started
+        if not message.request: for store in self._stores: => if not message.request: for store in ():
 tests/adopt/test_script_engine.py::test_every_read_gives_the_last_write
     rows that are written while a step fetches them come as they were before
         if self._current is None or step.number != self._current.step: => if False:

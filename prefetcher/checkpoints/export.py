@@ -23,12 +23,12 @@ from typing import IO
 import numpy as np
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, groups_at, make_keys, whole_groups
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.pieces import AscendingRows, saved_rows
 from rowcast.prefetcher.checkpoints.row_files import Rows
+from rowcast.prefetcher.checkpoints.saved_tables import saved_tables
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.stores.first_values import first_records
 from rowcast.prefetcher.stores.store import Records
@@ -48,24 +48,26 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, train
     """Writes a run's checkpoint, by default the newest, to `out`. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(checkpoint)
-    job = parse_manifest_job(manifest.job, f"{checkpoints.root / manifest.name}/manifest.json")
-    saved = groups_at(job, manifest.points)
-    rows = (TrainedRows if trained_only else CheckpointRows)(checkpoints.root, manifest.layers, saved, job.job.seed)
-    write_export(out, job, rows, SavedModelState(checkpoints.root, manifest))
+    tables = saved_tables(checkpoints.root, manifest)
+    kind, seed = TrainedRows if trained_only else CheckpointRows, tables.job.job.seed
+    rows = kind(checkpoints.root, manifest.layers, tables.written, seed)
+    write_export(out, tables.groups, rows, SavedModelState(checkpoints.root, manifest))
     return manifest
 
 
 def export_start(job: Job, out: Path) -> None:
     """Writes the tables that a run of this job starts from, without dense weights (the trainer makes those). Raises
     ConfigError."""
-    write_export(out, job, CheckpointRows(Path(), (), whole_groups(job), job.job.seed), None)
+    groups = whole_groups(job)
+    write_export(out, groups, CheckpointRows(Path(), (), groups, job.job.seed), None)
 
 
-def write_export(out: Path, job: Job, rows: "CheckpointRows", dense: "SavedModelState | None") -> None:
+def write_export(
+    out: Path, groups: tuple[GroupSpec, ...], rows: "CheckpointRows", dense: "SavedModelState | None"
+) -> None:
     """Writes the whole file or none."""
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
-    groups = whole_groups(job)
     tensors = rows.tensors(groups) | ({} if dense is None else dense.tensors)
     check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
     partial = partial_of(out)

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
-from rowcast.prefetcher.checkpoints.pieces import saved_groups
 from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps, read_rows
+from rowcast.prefetcher.checkpoints.saved_tables import saved_groups
 from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.runtime.checkpoint_manifest import (
     FOLDER_NAME,

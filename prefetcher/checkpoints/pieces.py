@@ -12,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.job.file import parse_manifest_job
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, Points, TableSpec, groups_at
+from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, Points, TableSpec
 from rowcast.prefetcher.checkpoints.row_files import Rows, merged
 from rowcast.prefetcher.stores.elements import elements_of
 from rowcast.prefetcher.stores.store import Records
-from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest, RowLayer
-from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.checkpoint_manifest import RowLayer
+from rowcast.runtime.errors import DataError
 
 NO_ROWS = np.empty(0, np.int64)
 Piece = tuple[GroupSpec, TableSpec]
@@ -71,15 +70,6 @@ def saved_rows(
             yield from together.of_table(table)
         else:
             yield from recut(root, (group, table), pieces, layers)
-
-
-def saved_groups(root: Path, manifest: Manifest) -> tuple[GroupSpec, ...]:
-    """Returns the groups of a checkpoint's rows, in pieces as they were written. Raises DataError."""
-    try:
-        job = parse_manifest_job(manifest.job, f"{root / manifest.name}/{MANIFEST_NAME}")
-    except ConfigError as error:
-        raise DataError(str(error)) from None
-    return groups_at(job, manifest.points)
 
 
 def cuts_of(points: Points) -> dict[int, int]:

@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.checkpoints.pieces import cuts_of, saved_groups, saved_rows
+from rowcast.prefetcher.checkpoints.pieces import cuts_of, saved_rows
 from rowcast.prefetcher.checkpoints.row_files import Rows, read_rows
+from rowcast.prefetcher.checkpoints.saved_tables import saved_groups
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
 from rowcast.prefetcher.stores.store import Keys, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore

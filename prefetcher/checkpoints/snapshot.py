@@ -57,7 +57,7 @@ class BarrierCheckpointer:
         crash_point("dense piece taken")
         if is_last:
             is_best = isinstance(message, Saved) and message.is_best
-            self._writer.finish(f"{message.checksum:016x}", self._collected(self._freeze()), is_best=is_best)
+            self._writer.finish(f"{message.checksum:016x}", collected(self._stores, self._freeze()), is_best=is_best)
         return True
 
     def _freeze(self) -> list[FrozenRows]:
@@ -66,14 +66,15 @@ class BarrierCheckpointer:
         share = min(1.0, self._aside_bytes / max(1, needed_bytes))
         return [store.freeze(share) for store in self._stores]
 
-    def _collected(self, frozen: list[FrozenRows]) -> Iterator[RowBlock]:
-        """Yields frozen rows on the writer's thread."""
-        crash_point("rows not collected")
-        for index, (store, rows) in enumerate(zip(self._stores, frozen, strict=True)):
-            for keys, records in rows.blocks(BLOCK_BYTES):
-                yield (index, keys, records)
-            store.thaw()
-        crash_point("rows collected")
+
+def collected(stores: tuple[TrackedStore, ...], frozen: list[FrozenRows]) -> Iterator[RowBlock]:
+    """Yields frozen rows on the writer's thread."""
+    crash_point("rows not collected")
+    for index, (store, rows) in enumerate(zip(stores, frozen, strict=True)):
+        for keys, records in rows.blocks(BLOCK_BYTES):
+            yield (index, keys, records)
+        store.thaw()
+    crash_point("rows collected")
 
 
 class NoCheckpoints:

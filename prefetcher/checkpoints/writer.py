@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, groups_at
@@ -257,7 +257,6 @@ class CheckpointWriter:
                 position=start.position,
                 finished=start.finished,
                 reason=start.reason,
-                job=self._job.content(),
                 trained_on=self._trained_on,
                 shards=shards,
                 points=self._shard.points,
@@ -266,8 +265,13 @@ class CheckpointWriter:
                 machine=self.machine(),
                 best=best if self._job.eval.keep == "best" else "",
                 id_types=self.id_types,
+                **self.content(),
             )
         )
+
+    def content(self) -> dict[str, Any]:
+        """What the manifest says about the tables."""
+        return {"job": self._job.content()}
 
     def _shard_file(self, start: CheckpointStart, shard: ShardLayers, model_state: str) -> ShardFile:
         return seal(

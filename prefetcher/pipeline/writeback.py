@@ -22,7 +22,7 @@ from rowcast.prefetcher.stores.all_stores import AllStores, Rows
 from rowcast.prefetcher.stores.elements import FiniteRows, first_fault
 from rowcast.prefetcher.stores.store import Keys, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import Ask, Released, Returned, RingRef, RowsBack
+from rowcast.protocol.messages import Ask, Released, Returned, RingRef, RowsBack, Save
 from rowcast.protocol.plan import barrier_stamp, plan_stamp
 from rowcast.protocol.transport.ring import RingReader, release
 from rowcast.runtime.crash_points import crash_point
@@ -83,7 +83,8 @@ class Writeback:
         self._expected: deque[Expected] = deque()  # plans and barriers in order, including those that return no rows
         self.returned = 0  # the last `Returned` that is in the store
         self.asked: deque[Ask] = deque()  # whose rows may be read
-        self._inbox: deque[RowsBack | Returned | Ask] = deque()
+        self.on_save: Callable[[Save], None] = lambda message: None  # all before it is in the store
+        self._inbox: deque[RowsBack | Returned | Ask | Save] = deque()
         self._writing: deque[PendingWrite] = deque()
 
     @property
@@ -106,7 +107,7 @@ class Writeback:
         self._expected.append(Expected(plan, barrier, train_steps, keys, [0] * len(keys), arrived_last=not returns))
         return returns
 
-    def accept(self, message: RowsBack | Returned | Ask) -> None:
+    def accept(self, message: RowsBack | Returned | Ask | Save) -> None:
         self._inbox.append(message)
 
     def write_arrived(self) -> bool:
@@ -119,6 +120,9 @@ class Writeback:
         self._inbox.popleft()
         if isinstance(message, Ask):
             self.asked.append(message)
+            return True
+        if isinstance(message, Save):
+            self.on_save(message)
             return True
         step = self._counters.step_of(message.plan) if isinstance(message, RowsBack) else None
         with self._counters.timed("write_back", step):

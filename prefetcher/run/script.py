@@ -1,12 +1,13 @@
 """Serves the rows of a training script that `rowcast.adopt` has adopted: `python -m rowcast.prefetcher.run.script JOB`.
 
-The script's process starts it, tells it the rows that it will look up, and asks for others. A run ends with its script
-and leaves nothing: the script saves whole tables itself.
+The script's process starts it, tells it the rows that it will look up, and asks for others. It ends with its script
+and leaves only what `rowcast.save` has asked for.
 """
 
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
 from rowcast.prefetcher.readers.source import Source
 from rowcast.prefetcher.run.connection import Connection
+from rowcast.prefetcher.run.script_saves import ScriptSaves
 from rowcast.prefetcher.run.sizing import (
     Sizes,
     Typical,
@@ -117,7 +119,10 @@ def serve(job: Job, signals: Signals) -> None:
             engine = make_engine(job, setup, connection, ids, tuple(stores))
             left: list[StopRequest] = []
             engine.conversation.listen({Ids: ids.accept, StopRequest: left.append})
-            connection.start(engine, {})
+            saves = ScriptSaves(job, groups, tuple(stores), engine.conversation.send)
+            stack.callback(saves.close)
+            engine.writeback.on_save, saves.wake = saves.take, partial(crew.wake, "checkpoint")
+            connection.start(engine, {"checkpoint": saves.advance})
             while not left and signals.stop_reason is None:
                 signals.bell.wait(1.0)
                 signals.bell.hush()

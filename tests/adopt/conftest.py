@@ -2,14 +2,16 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch.utils.data import DataLoader
 
-from rowcast.trainer.adopt import adopt
+from rowcast.trainer.adopt import adopt, script_process
 from rowcast.trainer.adopt.adoption import Adoption
+from tests.adopt.engines import Engines
 from tests.adopt.scripts import Launches, launched_by
 from tests.support.starter import Starter
 
@@ -17,6 +19,16 @@ from tests.support.starter import Starter
 @pytest.fixture
 def launches(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     yield from launched_by(starter, dict(os.environ), monkeypatch.setattr)
+
+
+@pytest.fixture
+def engines(starter: Starter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engines]:
+    own = Engines(starter)
+    monkeypatch.setattr(script_process, "start_child", own.start)
+    monkeypatch.chdir(tmp_path)
+    yield own
+    for child in own.children:
+        child.signal(signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)

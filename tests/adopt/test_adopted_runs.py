@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +24,15 @@ from torch.utils.data import DataLoader, Dataset
 import rowcast
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
-from rowcast.runtime.children import Child
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.adopt import script_process
 from rowcast.trainer.adopt.adoption import ALL, job_of, store_of
 from rowcast.trainer.run.connection import Connection
 from tests.adopt import saved_script
+from tests.adopt.engines import Engines
 from tests.support.facts import facts
 from tests.support.processes import MARK, ROOT, environment_of
 from tests.support.repeats import count
 from tests.support.small_disk import small_disk
-from tests.support.starter import Starter
 
 pytestmark = [
     pytest.mark.usefixtures("let_go"),
@@ -43,34 +41,6 @@ pytestmark = [
 
 ROWS, DIM, CAPACITY = 150, 3, "100 rows"
 Adopt = Callable[[Any], Any]
-
-
-class Engines:
-    """What adopted scripts of a test have started."""
-
-    def __init__(self, starter: Starter) -> None:
-        self._starter = starter
-        self.children: list[Child] = []
-
-    def start(self, name: str, module: str, arguments: Sequence[str], log: Path) -> Child:
-        process: Any = self._starter.launch(["-m", module, *arguments], log.with_suffix(".out"), log, dict(os.environ))
-        self.children.append(Child(name, process, log))
-        return self.children[-1]
-
-    def remains(self) -> list[str]:
-        pids = [str(child.process.pid) for child in self.children]
-        shared = [path.name for path in Path("/dev/shm").glob("rowcast-*") if {*path.name.split("-")} & {*pids}]
-        return [f"process {child.process.pid}" for child in self.children if child.code is None] + shared
-
-
-@pytest.fixture
-def engines(starter: Starter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Engines]:
-    own = Engines(starter)
-    monkeypatch.setattr(script_process, "start_child", own.start)
-    monkeypatch.chdir(tmp_path)
-    yield own
-    for child in own.children:
-        child.signal(signal.SIGKILL)
 
 
 class Clicks(Dataset[Any]):

@@ -52,6 +52,7 @@ WHOLE_RUN: list[Said] = [
     (TRAINER, sample_messages.ask(0)),
     (PREFETCHER, sample_messages.answer(0)),
     (TRAINER, sample_messages.returned(1)),
+    (TRAINER, sample_messages.save(1)),
     (PREFETCHER, msgspec.structs.replace(plan_ready(7), returned=1)),
     (TRAINER, Released(position=64)),
     (TRAINER, rows_back(7, piece=0, last=False, count=1)),

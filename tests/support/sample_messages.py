@@ -24,6 +24,7 @@ from rowcast.protocol.messages import (
     RowCopies,
     RowsBack,
     RowSpan,
+    Save,
     Saved,
     StepHeader,
     TierTotals,
@@ -156,6 +157,10 @@ def answer(number: int) -> Answer:
 
 def returned(number: int) -> Returned:
     return Returned(number=number, table=0, rows=numbers_of(6), records=bytes(16))
+
+
+def save(number: int) -> Save:
+    return Save(number=number, request=b"{}")
 
 
 def plan_done(number: int) -> PlanDone:

@@ -15,6 +15,8 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -143,6 +145,14 @@ def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], r
 # what a process has adopted
 
 
+@dataclass(frozen=True)
+class Run:
+    """What this process knows of a run that it has saved or gone on from."""
+
+    run_id: str
+    checksum: str  # of the newest manifest; "" before the first save
+
+
 class Doors:
     """The adopted tables of this process, which share one engine."""
 
@@ -154,6 +164,7 @@ class Doors:
         self.reading.open()
         self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
         self.gone: list[Home] = []
+        self.runs: dict[Path, Run] = {}  # by the folder of their saves; that of the last save is the last
         atexit.register(self.report)
 
     def report(self) -> None:
@@ -229,6 +240,16 @@ def doors(room: Capacity, left: Capacity, store: Mapping[str, Any]) -> Doors:
 
 def adopts() -> bool:
     return any(own.tables for own in _doors)
+
+
+def adopted(action: str) -> Doors:
+    """Raises ConfigError if no table is adopted. `action`: what needs one."""
+    if not adopts():
+        raise ConfigError(
+            f"{action}: no table is adopted; call rowcast.adopt(model, ...) first, and where all tables fit on the "
+            "device, use torch.save"
+        )
+    return _doors[0]
 
 
 def ahead(batches: Iterable[Any], *, ids: Callable[[Any], Any] = no_ids) -> Iterable[Any]:

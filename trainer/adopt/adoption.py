@@ -101,6 +101,7 @@ class Adoption:
         self._process: ScriptProcess | None = None
         self._rows: dict[str, EngineRows] = {}  # of the tables in the engine, by name
         self._device = torch.device("cpu")
+        self._holds_all = False  # the engine gets tables that were never trained too, for a save
         self._coming: dict[int, Announced] = {}  # announced and not begun, by number
         self._steps: dict[int, int] = {}  # their steps in the engine
         atexit.register(self.close)
@@ -150,9 +151,22 @@ class Adoption:
         if device != self._device:
             self.leave()
             self._device = device
-        homes = [home for home in self._homes if home.is_trained]
+        homes = [home for home in self._homes if home.is_trained or self._holds_all]
         if self._process is None and homes:
             self._start(homes)
+
+    def with_all(self) -> ScriptEngine:
+        """The engine, which holds all tables from now on."""
+        self._holds_all = True
+        if len(self._rows) < len(self._homes):
+            self.leave()
+        self.look_up(self._homes[0].device)
+        assert self._process is not None, "it was started"
+        return self._process.engine
+
+    @property
+    def homes(self) -> list[Home]:
+        return [*self._homes]
 
     def _start(self, homes: list[Home]) -> None:
         self.num_starts += 1

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rowcast.protocol.script_setup import Columns
@@ -139,6 +140,27 @@ def alone(method: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+class UnsavedRows:
+    """Rows of a table that may have another value than the last save of the script has."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.steps = 0  # of the optimizer, that the last save has
+        self._is_first = True  # there was no save, which needs all rows
+        self._marks = np.zeros(num_rows, np.bool_)  # since the last one; pages of zeros take no memory
+
+    def note(self, rows: Any) -> None:
+        """`rows`: any index."""
+        if not self._is_first:
+            self._marks[rows] = True
+
+    def ids(self) -> NDArray[np.int64]:
+        return np.arange(len(self._marks)) if self._is_first else np.flatnonzero(self._marks)
+
+    def clear(self, steps: int) -> None:
+        self.steps, self._is_first = steps, False
+        self._marks[:] = False
+
+
 class MissedSteps(Protocol):
     """Gives rows the steps of their optimizer that they have missed."""
 
@@ -176,6 +198,8 @@ class Home:
         self.num_changes = 0  # by the script, beside its optimizer
         self._is_moving = np.zeros(len(weights), np.bool_)  # rows that a step moves without a gradient
         self._at_rest: tuple[Records, Records] | None = None  # a row that was never trained, now and at first
+        self.unsaved = UnsavedRows(len(weights))
+        self.is_restored = False  # its states are those of a save, and no optimizer has begun with them
         self._fields: dict[str, WholeField] = {}
         place = place_of(weights)
         if place is None:
@@ -209,6 +233,7 @@ class Home:
         self.rows.write(ids, rows)
         written = ids.cpu().numpy()
         self._is_moving[written] = True
+        self.unsaved.note(written)
         for field in self._fields.values():
             field.is_stale[written] = True
             if field.is_in_numpy():
@@ -299,12 +324,47 @@ class Home:
         field.checksum = field.sum()
         return field
 
+    def unsaved_rows(self) -> Tensor:
+        """Rows that may have another value than the last save has, i64 [n] ascending."""
+        if self.unsaved.steps != self.missed_steps.steps and not self._is_at_rest():
+            self.unsaved.note(slice(None))
+        elif self.unsaved.steps != self.missed_steps.steps and self.here.first.states:
+            self.unsaved.note(self._is_moving)
+        return torch.from_numpy(self.unsaved.ids())
+
+    def note_saved(self) -> None:
+        self.unsaved.clear(self.missed_steps.steps)
+
+    @alone
+    def restore(self, first: Records, places: dict[str, Columns]) -> None:
+        """The table has the rows of a save, at no step of an optimizer that has yet to begin."""
+        self.take_back()
+        self._leave_engine()
+        self.begin(first, places)
+        self.is_trained, self.is_restored, self.missed_steps = bool(first.states) or self.is_trained, True, NoSteps()
+        self.num_changes += 1
+        for field in self._fields.values():
+            field.is_stale[:] = True
+        self.note_saved()
+
+    @alone
+    def go_on(self, first: Mapping[str, float], missed_steps: MissedSteps) -> None:
+        """An optimizer begins with the states of a save. `first`: their values in a row that was never trained."""
+        self.is_trained, self.is_restored, self.missed_steps = True, False, missed_steps
+        self._at_rest = untouched(first), untouched(first)
+        for at in range(0, len(self._is_moving) if first else 0, BLOCK_ROWS):
+            states = self.here.first.take(slice(at, at + BLOCK_ROWS)).states
+            moves = torch.stack([(own != first[name]).any(1) for name, own in states.items()]).any(0)
+            self._is_moving[at : at + BLOCK_ROWS] |= moves.numpy()
+
     @alone
     def begin_states(self, first: Mapping[str, float | Tensor], missed_steps: MissedSteps) -> None:
         """Gives each row new states, and no step. `first`: a value for all rows, or one for each, f32 [V, D].
         `missed_steps`: of the optimizer that begins."""
         self.take_back()
         self._leave_engine()
+        self.is_restored = False
+        self.unsaved.note(slice(None))
         first = {name: value.plain() if hasattr(value, "plain") else value for name, value in first.items()}
         for field in [*self._fields.values()]:
             if field.array is not None or field.door() is not None:
@@ -366,6 +426,7 @@ class Home:
             assert field.array is not None, "it was changed"
             rows.field(field.name).copy_(field.array)
         self.begin(rows, places)  # the script may change its array again
+        self.unsaved.note(slice(None))
         self.num_changes += 1
         if any(field.name != WEIGHTS for field in changed):
             self._is_moving[:] = True

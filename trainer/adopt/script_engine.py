@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.messages import Answer, Ask, Ids, PlanReady, Returned
+from rowcast.protocol.messages import Answer, Ask, Ids, PlanReady, Returned, Save
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.trainer.adopt.rows import Records
@@ -228,6 +228,17 @@ class ScriptEngine:
             self._steps.popleft()
             self._planned.clear()
 
+    # saves
+
+    def begin_save(self) -> None:
+        """Rows that are written from here on are those of the save, until `save`. No step is under way."""
+        self.finish()
+        self._engine.sender.send_parcel(Save(number=self._num_asked, request=b""))
+
+    def save(self, request: bytes) -> None:
+        """Waits until the checkpoint is durable. `request`: `SaveRequest` as JSON."""
+        self._answers_to([Save(number=self._num_asked, request=request)])
+
     def _filled(self, plan: ArrivedPlan, message: PlanReady) -> None:
         [step] = plan.steps
         self._leaving = [late for late in self._leaving if late.number > message.returned]
@@ -305,7 +316,7 @@ class ScriptEngine:
         ]
         return self._answers_to(asks)
 
-    def _answers_to(self, asks: Sequence[Ask]) -> bytearray:
+    def _answers_to(self, asks: Sequence[Ask | Save]) -> bytearray:
         """`asks`: with the next numbers."""
         for ask in asks:
             self._engine.sender.send_parcel(ask)

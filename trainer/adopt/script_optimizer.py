@@ -60,7 +60,11 @@ class TrainedTable:
         if kept.moves:
             say_once(type(optimizer).__name__, decays=bool(group.get("weight_decay")))
         loaded = {name: state for name, state in rows_of(self._state).items() if state.shape == table.shape}
-        table.home.begin_states({**kept.first, **loaded}, Replay(self.log))
+        fields = {name: getattr(state, "field", None) for name, state in loaded.items()}
+        if table.home.is_restored and fields == {name: table.home.whole(name) for name in kept.first}:
+            table.home.go_on(kept.first, Replay(self.log))
+        else:
+            table.home.begin_states({**kept.first, **loaded}, Replay(self.log))
         table.read_again()
         self._doors: dict[str, TableState] = {}
         self._left = rows_of(self._state)  # as the last step left them

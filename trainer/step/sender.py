@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from rowcast.protocol.dense_pieces import DensePieces
-from rowcast.protocol.messages import Ask, PlanDone, Replica, Returned, RowsBack, RowSpan, Saved
+from rowcast.protocol.messages import Ask, PlanDone, Replica, Returned, RowsBack, RowSpan, Save, Saved
 from rowcast.protocol.plan import barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
@@ -43,7 +43,7 @@ class EvictTask:
         return plan_stamp(self.plan, self.piece)
 
 
-Parcel = Ask | Returned  # of a training script
+Parcel = Ask | Returned | Save  # of a training script
 
 
 class Sender:
