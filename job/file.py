@@ -97,8 +97,8 @@ def refuse_script(content: Mapping[str, Any], source: str) -> None:
     """`content`: the job in a manifest. Raises ConfigError if a training script has written the manifest."""
     if not content:
         raise ConfigError(
-            f"{source} is of a training script that saved itself by rowcast.save, and has no job: the script goes on "
-            "by rowcast.restore, and `rowcast export`, `verify`, `publish` and serving read it"
+            f"{source}: a training script has written it by rowcast.save, so there is no job; the script goes on by "
+            "rowcast.restore, and `rowcast export`, `verify`, `publish` and serving read it"
         )
 
 
