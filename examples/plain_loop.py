@@ -188,7 +188,7 @@ def run_plain_loop(
     side, losses = JobModel(job, num_dense=first.batch.dense.shape[1], parts=parts), []
     side.model.load_state_dict({name: start[name] for name in side.model.state_dict()})
     trained = [*(table.embedding.weight for table in tables), *side.model.parameters()]
-    metrics = EvalMetrics(parts=parts, num_labels=len(job.data.columns.labels))
+    metrics = EvalMetrics(parts=parts, num_labels=len(job.data.columns.labels), names=side.eval_names)
     for scheduled in until_patience_ends(job, metrics, itertools.chain([first], batches)):
         loss, *gradients = add_up(range(parts), partial(part_gradients, job, side, tables, metrics, scheduled, parts))
         if scheduled.kind == "train":

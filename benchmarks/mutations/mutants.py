@@ -651,6 +651,9 @@ tests/telemetry/test_history.py::test_all_evaluations_come_back_from_a_checkpoin
 ::test_the_file_of_losses_begins_with_those_of_the_checkpoint
     the file of losses begins with the run that goes on
         self._write(self._losses.tobytes()) => pass
+tests/trainer/test_eval_sums.py::test_parts_are_added_in_the_tree
+    all parts of a rank add to the first one's figures
+        self.counts.sums[name][part, number].add_(value) => self.counts.sums[name][0, number].add_(value)
 tests/trainer/test_own_step.py
     the state of an object that is not restored is taken
         if xxhash.xxh3_64_hexdigest(pack(save())) == checksum: => if True:
@@ -668,6 +671,10 @@ tests/system/test_own_step.py::test_its_bits_are_the_plain_loops_for_any_parts_a
 ::test_a_run_that_is_stopped_at_any_step_goes_on_with_the_same_state
     a run that goes on forgets the training objects
         self.state, self.restore = kept.state, kept.restore => self.state, self.restore = kept.state, len
+::test_figures_of_the_models_own_are_the_same_for_any_number_of_trainers
+    figures of other ranks are left out
+        pieces = torch.split(sums.all.view(-1, sum(widths)), widths, dim=1)
+        => pieces = torch.split(sums.own.view(-1, sum(widths)), widths, dim=1)
 tests/recovery/test_any_step.py
     a run that goes on forgets that it was evaluating
         self.evaluating = self.model.restore(tensors) => self.model.restore(tensors)

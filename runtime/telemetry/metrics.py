@@ -122,6 +122,7 @@ OF_TRAINER = {
     "rowcast_eval_accuracy": "Accuracy of the last evaluation.",
     "rowcast_eval_normalized_entropy": "Log loss of the last evaluation over that of the labels' base rate.",
     "rowcast_eval_ranking{figure}": "HR, NDCG and MRR at each k of eval.ranks, of the last evaluation.",
+    "rowcast_eval_mean{figure}": "The sum over weight of each of the model's eval_names, of the last evaluation.",
     "rowcast_eval_task_auc{task}": "The same AUC of each of several labels.",
     "rowcast_eval_task_logloss{task}": "The same log loss of each of several labels.",
     "rowcast_loss": "Loss of the last training step.",

@@ -28,6 +28,8 @@ class Notes:
 class Everything(nn.Module):
     """AdamW with two groups and RMSprop step in turn and share a bias; every fourth step is left out."""
 
+    eval_names = ("score", "clicks", "never")
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(width, 8), nn.Linear(8, 1)
@@ -36,6 +38,13 @@ class Everything(nn.Module):
         hidden = nn.functional.dropout(self.body(torch.cat([dense, *embeddings], 1)).relu(), 0.2, self.training)
         logits: Tensor = self.head(hidden)
         return logits.squeeze(1)
+
+    def eval_sums(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+        return {
+            "never": (1.0, 0),
+            "score": (outputs.sum(), len(labels)),
+            "clicks": [labels.sum(), 2.5 * len(labels)],
+        }
 
     def training_objects(self) -> list[Any]:
         average: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]

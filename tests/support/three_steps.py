@@ -169,6 +169,7 @@ def trainer_gauges() -> TrainerGauges:
             accuracy=0.875,
             normalized_entropy=0.75,
             ranking={"ndcg@10": 0.25},
+            means={"calibration": 1.25, "nobody": None},
             tasks=(TaskEvaluation(label="buy", num_labels=7, auc=0.625, logloss=0.25),),
         ),
         queue_depths={"steps": 2, "rows_back": 1},

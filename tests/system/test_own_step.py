@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from examples.plain_loop import run_plain_loop
@@ -61,6 +62,21 @@ def test_a_run_that_is_stopped_at_any_step_goes_on_with_the_same_state(model: st
     assert differing(rest.state(), whole.state()) == []
     assert rest.saved[-1] == whole.saved[-1]
     assert b"objects.structure" in rest.saved[-1]
+    assert rest.results.evaluations[-1] == whole.results.evaluations[-1]
+
+
+def test_figures_of_the_models_own_are_the_same_for_any_number_of_trainers() -> None:
+    run, batches = run_of("everything")
+    whole = [own.means for own in run.run().results.evaluations]
+    for of, found in zip(EVALUATIONS, whole, strict=True):
+        labels = next(own.batch.labels for own in batches if own.step == of)
+        assert found["clicks"] == float(labels.astype(np.float64).sum()) / (2.5 * len(labels))
+        assert found["never"] is None
+    ranked = [RankedRun(run.job, batches, run.settings, ranks=ranks, parts=4).run() for ranks in (1, 2)]
+    one, two = ([own.means for own in each.pairs[0].results.evaluations] for each in ranked)
+    assert one == two
+    for found, of_parts in zip(whole, one, strict=True):
+        assert of_parts["clicks"] == found["clicks"]
 
 
 def at(folder: Path) -> Checkpoints:

@@ -12,14 +12,17 @@ log loss over that of a constant prediction, the base rate (He et al. 2014).
 The rank of a positive is the number of other candidates that do not score less: 0 is best. Ties and NaN count against
 the model. Counts are integers, so kills, parts and ranks of a run change no bit of hit rate, NDCG and reciprocal rank.
 
+A model's `eval_sums` gives a sum and a weight for each of its `eval_names`. They are added in f64 for each part of a
+batch, and parts in the tree, so no kill and no number of ranks changes a bit of their means.
+
     bin    0          1 ... 1,024       1,025
     rank   negative   0 ... 1,023       1,024 and more
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -32,6 +35,8 @@ from rowcast.trainer.models.ordered import sum_in_order
 
 NUM_BINS = 2**18  # 4 MiB of counts
 MAY_LACK = ("num_own", "rank_bins")
+SUMS = "sums."  # before each of a model's `eval_names`
+Pair = Sequence[Tensor | float]  # a sum and its weight, [] each
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
 
 
@@ -60,6 +65,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None  # None if the model's outputs are not logits; of several labels the fraction of known ones
     normalized_entropy: float | None = None  # None for the model's own loss, several labels, or equal labels
     ranking: dict[str, float] = {}  # `hr@k`, `ndcg@k`, `mrr@k` for each k of eval.ranks, if the model has ranks
+    means: dict[str, float | None] = {}  # sum over weight of each of the model's eval_names; None without weight
     tasks: tuple[TaskEvaluation, ...] = ()  # of several labels, each
 
 
@@ -94,6 +100,12 @@ class EvalCounts:
     rank_bins: Tensor  # i64 [RANK_BINS]
     num_labels: Tensor  # i64 [T] known labels
     task_loss_sum: Tensor  # f64 [parts, T]
+    sums: Mapping[str, Tensor]  # f64 [parts, 2]: sum and weight of each of the model's eval_names
+
+    @classmethod
+    def of(cls, named: Mapping[str, Tensor]) -> Self:
+        sums = {name.removeprefix(SUMS): counts for name, counts in named.items() if name.startswith(SUMS)}
+        return cls(**{name: counts for name, counts in named.items() if not name.startswith(SUMS)}, sums=sums)
 
     def result(self, train_step: int, labels: Sequence[str], cutoffs: Sequence[int]) -> Evaluation | None:
         """Reads the counts; waits for the device if they are on one. `labels`: data.columns.labels. `cutoffs`:
@@ -115,14 +127,14 @@ class EvalCounts:
         for label, known, own, auc, loss, histogram in zip(
             labels, num_known, counted, aucs, losses, histograms, strict=False
         ):
-            are_known, mean = known == own > 0, loss / max(1, known)
+            are_known, of_label = known == own > 0, loss / max(1, known)
             tasks.append(
                 TaskEvaluation(
                     label=label,
                     num_labels=known,
                     auc=auc if are_known else None,
-                    logloss=mean if are_known else None,
-                    normalized_entropy=over_entropy(mean, histogram) if are_known else None,
+                    logloss=of_label if are_known else None,
+                    normalized_entropy=over_entropy(of_label, histogram) if are_known else None,
                 )
             )
         return Evaluation(
@@ -133,11 +145,13 @@ class EvalCounts:
             accuracy=int(self.num_correct.sum()) / sum(counted) if are_all else None,
             normalized_entropy=over_entropy(logloss, histograms[0]) if is_plain and logloss is not None else None,
             ranking=ranking,
+            means={name: mean(*sum_in_order(sums.clone()).tolist()) for name, sums in self.sums.items()},
             tasks=tuple(tasks),
         )
 
     def named(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sums"}
+        return own | {f"{SUMS}{name}": sums for name, sums in self.sums.items()}
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint. Counts that a checkpoint may lack are left out if they are 0."""
@@ -147,15 +161,18 @@ class EvalCounts:
     @classmethod
     def saved(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns a checkpoint's tensors of an evaluation in progress, by name; empty if none was."""
-        names = (field.name for field in fields(cls))
-        return {name: tensors[f"metrics.{name}"] for name in names if f"metrics.{name}" in tensors}
+        saved = {name: counts for name, counts in tensors.items() if name.startswith("metrics.")}
+        return {name.removeprefix("metrics."): counts for name, counts in saved.items()}
 
 
 class EvalMetrics:
     """Computes the metrics of consecutive evaluations."""
 
-    def __init__(self, device: torch.device | None = None, parts: int = 1, num_labels: int = 0) -> None:
-        """Counts on `device`; None is the CPU. `num_labels`: labels per sample if there are several."""
+    def __init__(
+        self, device: torch.device | None = None, parts: int = 1, num_labels: int = 0, names: Iterable[str] = ()
+    ) -> None:
+        """Counts on `device`; None is the CPU. `num_labels`: labels per sample if there are several. `names`: the
+        model's eval_names."""
         self._begun = False
         of_each = (num_labels,) if num_labels else ()
         self.counts = EvalCounts(
@@ -167,6 +184,7 @@ class EvalMetrics:
             rank_bins=torch.zeros(RANK_BINS, dtype=torch.int64, device=device),
             num_labels=torch.zeros(num_labels, dtype=torch.int64, device=device),
             task_loss_sum=torch.zeros(parts, num_labels, dtype=torch.float64, device=device),
+            sums={name: torch.zeros(parts, 2, dtype=torch.float64, device=device) for name in names},
         )
         self._starts = 2 * NUM_BINS * torch.arange(num_labels, device=device)  # of each label's histogram
 
@@ -197,6 +215,12 @@ class EvalMetrics:
         """Counts ranks of positives, i64 of any shape. Issues work, reads nothing."""
         self._begun = True
         count_ranks(self.counts.rank_bins, ranks)
+
+    def update_sums(self, sums: Mapping[str, Pair], part: int = 0) -> None:
+        """Adds what the model's eval_sums gave for one batch. Issues work, reads nothing."""
+        for name, pair in sums.items():
+            for number, value in enumerate(pair):
+                self.counts.sums[name][part, number].add_(value)
 
     def _update_tasks(self, outputs: Any, labels: Tensor, own_loss: Tensor | None, part: int) -> None:
         self.counts.num_labels.add_((~labels.isnan()).sum(0))
@@ -233,6 +257,13 @@ class EvalMetrics:
         return bool(saved)
 
     def continue_from(self, saved: Mapping[str, Tensor]) -> None:
+        """Raises ConfigError if the model's eval_names are others."""
+        theirs = sorted(name.removeprefix(SUMS) for name in saved if name.startswith(SUMS))
+        if theirs != sorted(self.counts.sums):
+            raise ConfigError(
+                f"the checkpoint is within an evaluation of a model with eval_names = {theirs}, and this one has "
+                f"{sorted(self.counts.sums)}; give the model those again, or begin a new run with --from"
+            )
         for name, counts in saved.items():
             self.counts.named()[name].copy_(counts)
         if "num_samples" not in saved:  # saved by a version that had logits only
@@ -243,7 +274,7 @@ class EvalMetrics:
         """Issues a copy of the counts to the host and starts the next evaluation.
 
         On a device, the result may be read once an event recorded after this call has happened."""
-        closed = EvalCounts(**{name: to_host(counts) for name, counts in self.counts.named().items()})
+        closed = EvalCounts.of({name: to_host(counts) for name, counts in self.counts.named().items()})
         self.clear()
         return closed
 
@@ -251,6 +282,10 @@ class EvalMetrics:
         self._begun = False
         for counts in self.counts.named().values():
             counts.zero_()
+
+
+def mean(total: float, weight: float) -> float | None:
+    return total / weight if weight else None
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -283,6 +318,38 @@ def area_under_curve(negatives: Tensor, positives: Tensor) -> float | None:
         return None
     below = negatives.cumsum(0) - negatives
     return float((positives * (below + negatives / 2)).sum() / num_pairs)
+
+
+Sums = Callable[[Any, Tensor], Mapping[str, Pair]]  # outputs, labels -> of each name
+
+
+def own_sums(model: nn.Module) -> tuple[tuple[str, ...], Sums]:
+    """Returns the model's `eval_names` and `eval_sums(outputs, labels)`, checked at each call. Raises ConfigError."""
+    names, sums, kind = getattr(model, "eval_names", ()), getattr(model, "eval_sums", None), type(model).__name__
+    if sums is None and not names:
+        return (), lambda outputs, labels: {}
+    are_names = not isinstance(names, str) and all(isinstance(name, str) and name for name in names)
+    if not callable(sums) or not are_names or not names or len({*names}) < len(names):
+        raise ConfigError(
+            f"{kind}.eval_names = {names!r}: give a list of different names, and a method eval_sums(outputs, labels) "
+            "that returns {name: (sum, weight)} for these"
+        )
+    return tuple(names), lambda outputs, labels: require_sums(sums(outputs, labels), names, f"{kind}.eval_sums")
+
+
+def require_sums(sums: Any, names: Collection[str], where: str) -> Mapping[str, Pair]:
+    """Raises ConfigError if these are not a sum and a weight for each name."""
+    if not isinstance(sums, Mapping) or sums.keys() != {*names}:
+        given = sorted(map(str, sums)) if isinstance(sums, Mapping) else type(sums).__name__
+        raise ConfigError(f"{where} gave {given}; give {{name: (sum, weight)}} for {', '.join(names)}")
+    for name, pair in sums.items():
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_number, pair)):
+            raise ConfigError(f"{where} gave {name!r}: {pair!r}; give a sum and its weight, numbers or tensors []")
+    return sums
+
+
+def is_number(value: Any) -> bool:
+    return value.dim() == 0 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
 Ranks = Callable[[Any], Tensor]  # a model's outputs -> ranks of its positives, i64 [P]

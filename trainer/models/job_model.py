@@ -24,7 +24,7 @@ from rowcast.runtime.safe_files import use_safe_caches
 from rowcast.trainer.models import as_fp32, build_model, own_loss
 from rowcast.trainer.models.dense_step import dense_step
 from rowcast.trainer.models.embedding import align_inputs
-from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks
+from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks, own_sums
 from rowcast.trainer.models.sequences import Embedded, Sequences
 
 CPU = torch.device("cpu")
@@ -65,6 +65,7 @@ class JobModel:
                 "0 or 1; give the model a method loss(outputs, labels), or remove it"
             )
         self.ranks = own_ranks(self.model)  # of the outputs' positives, i64 [P]
+        self.eval_names, self.eval_sums = own_sums(self.model)
         self.dense_step = dense_step(job, self.model, parts, trains=trains)
         self.step = self.dense_step.step
         self._pass = ForwardPass(job, self.model)
@@ -95,6 +96,7 @@ class JobModel:
         loss = None if self.own_loss is None else self.loss(outputs, labels)
         metrics.update(self.logits(outputs), labels, loss, part)
         metrics.update_ranks(self.ranks(outputs))
+        metrics.update_sums(self.eval_sums(outputs, labels), part)
 
     def scores(self, outputs: Any, labels: Tensor) -> Tensor:
         """Returns f32 in the shape of `labels`. Raises ConfigError if the outputs are not numbers for each of these."""

@@ -144,7 +144,7 @@ class Runner:
         self.dense_step = self._side.dense_step
         self.trained = [self.model, *self.dense_step.objects]
         self._kernels = kernels or choose_kernels(device, job)
-        self._metrics = EvalMetrics(device, parts, len(job.data.columns.labels))
+        self._metrics = EvalMetrics(device, parts, len(job.data.columns.labels), self._side.eval_names)
         if scores is not None:
             scores.begin(self._side.score_name)
 

@@ -6,7 +6,8 @@
 Plans decide the order of collectives, the same on all ranks, and their sizes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -72,26 +73,24 @@ class AgreedStop:
         self._send(StopRequest(reason=reason, after_step=step + self._ahead))
 
 
-LOSSES = {"loss_sum", "task_loss_sum"}  # f64 [parts, ...]; all other counts are integers
-
-
 class SharedEvaluation(EvalMetrics):
     """Counts the predictions of a rank's parts in consecutive evaluations, and adds up the counts of all ranks.
 
-    Counts are integers, so the order of their sum is irrelevant. Losses are summed per part; when the evaluation ends,
-    these sums are gathered and added once, in the tree. So the result is the same for any number of ranks, even if it
-    changes in the middle of an evaluation. Collectives are at the same steps on all ranks."""
+    Counts are integers, so the order of their sum is irrelevant. Sums in f64, as of losses, are per part; when the
+    evaluation ends, they are gathered and added once, in the tree. So the result is the same for any number of ranks,
+    even if it changes in the middle of an evaluation. Collectives are at the same steps on all ranks."""
 
-    def __init__(self, rank: Rank, exchanges: Exchanges, device: torch.device, num_labels: int) -> None:
-        super().__init__(device, rank.parts_per_rank, num_labels)
+    def __init__(
+        self, rank: Rank, exchanges: Exchanges, device: torch.device, num_labels: int, names: Iterable[str]
+    ) -> None:
+        super().__init__(device, rank.parts_per_rank, num_labels, names)
         self._rank = rank
         self._exchanges = exchanges
-        self._losses_per_part = 1 + num_labels
-        integers = sum(counts.numel() for name, counts in self.counts.named().items() if name not in LOSSES)
-        counts = torch.zeros(padded(integers, rank.count), dtype=torch.int64, device=device)
-        losses = torch.zeros(rank.parts_per_rank * self._losses_per_part, dtype=torch.float64, device=device)
+        integers, sums = by_kind(self.counts.named())
+        num_counts, num_sums = (sum(counts.numel() for counts in own.values()) for own in (integers, sums))
+        counts = torch.zeros(padded(num_counts, rank.count), dtype=torch.int64, device=device)
         self._count_memory = SumMemory.of(counts, rank.count)
-        self._loss_memory = GatherMemory.of(losses, rank.count)
+        self._sum_memory = GatherMemory.of(torch.zeros(num_sums, dtype=torch.float64, device=device), rank.count)
         self.in_progress = False  # on all ranks, also if this one has had no sample
         self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
 
@@ -120,33 +119,40 @@ class SharedEvaluation(EvalMetrics):
         if saved:
             own = self._rank.own_parts
             counts = {name: counts if self._rank.number == 0 else counts * 0 for name, counts in saved.items()}
-            for name in LOSSES & saved.keys():
-                counts[name] = saved[name][own.start : own.stop]
+            counts |= {name: sums[own.start : own.stop] for name, sums in by_kind(saved)[1].items()}
             self.continue_from(counts)
         self.in_progress = bool(saved)
         return self.in_progress
 
     def _issue_gather(self, streams: Streams, take: Callable[[EvalCounts], None]) -> None:
-        own = self.counts.named()
-        integers = {name: tensor for name, tensor in own.items() if name not in LOSSES}
+        integers, of_parts = by_kind(self.counts.named())
         sizes = [tensor.numel() for tensor in integers.values()]
-        counts, losses = self._count_memory, self._loss_memory
+        widths = [math.prod(sums.shape[1:]) for sums in of_parts.values()]
+        counts, sums = self._count_memory, self._sum_memory
 
         def pack() -> None:
             torch.cat([tensor.view(-1) for tensor in integers.values()], out=counts.own[: sum(sizes)])
-            losses.own.copy_(torch.cat([own["loss_sum"][:, None], own["task_loss_sum"]], dim=1).view(-1))
+            pairs = zip(of_parts.values(), widths, strict=True)
+            torch.cat([own.view(-1, width) for own, width in pairs if width], dim=1, out=sums.own.view(-1, sum(widths)))
 
         def unpack() -> None:
             totals = torch.split(to_host(counts.total[: sum(sizes)]), sizes)
-            found = {name: total.view(own[name].shape) for name, total in zip(integers, totals, strict=True)}
-            of_parts = losses.all.view(-1, self._losses_per_part)
-            loss_sum, task_loss_sum = of_parts[:, 0].contiguous(), of_parts[:, 1:].contiguous()
-            take(EvalCounts(**found, loss_sum=to_host(loss_sum), task_loss_sum=to_host(task_loss_sum)))
+            named = {name: total.view(integers[name].shape) for name, total in zip(integers, totals, strict=True)}
+            pieces = torch.split(sums.all.view(-1, sum(widths)), widths, dim=1)
+            for (name, own), piece in zip(of_parts.items(), pieces, strict=True):
+                named[name] = to_host(piece.reshape(len(piece), *own.shape[1:]))
+            take(EvalCounts.of(named))
 
         streams.compute.run(pack)
         self._exchanges.name("the counts of an evaluation")
-        self._exchanges.sum(streams, counts, [self._exchanges.gather(losses)])
+        self._exchanges.sum(streams, counts, [self._exchanges.gather(sums)])
         streams.compute.run(unpack)
+
+
+def by_kind(named: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the integers among counts, and those in f64, which are [parts, ...]."""
+    integers = {name: counts for name, counts in named.items() if not counts.is_floating_point()}
+    return integers, {name: counts for name, counts in named.items() if counts.is_floating_point()}
 
 
 class SharedRunner(Runner):
@@ -182,7 +188,8 @@ class SharedRunner(Runner):
         self._eval_told = GatherMemory.of(torch.zeros(1, dtype=torch.float32, device=self.device), rank.count)
         self._share = cache(lambda size, whole: torch.full((), size / whole, dtype=torch.float32, device=device))
         self._exchanges = Exchanges(collectives, self._clock.lap)
-        self._metrics = SharedEvaluation(rank, self._exchanges, self.device, len(job.data.columns.labels))
+        num_labels, names = len(job.data.columns.labels), self._side.eval_names
+        self._metrics = SharedEvaluation(rank, self._exchanges, self.device, num_labels, names)
         self._rows = RowExchange(group_specs(job), records, self._kernels, rank, belonging(job), self._exchanges)
         # for each step, on its way to the host: f32 [ranks], whether a rank has a stop request; for a train step what
         # PartVector.read takes, with these and the rows that each rank owns

@@ -150,6 +150,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
         ("loss of an evaluation" if report.is_own_loss else "log loss", number(report.logloss), "last evaluation"),
         ("normalized entropy", number(report.normalized_entropy), "last evaluation"),
         *((name.upper(), number(value), "last evaluation") for name, value in report.ranking.items()),
+        *((name, number(value), "last evaluation") for name, value in report.means.items()),
         ("waited for rows", share(report.stall_share), "of the time"),
         ("hit ratio", "none" if report.hit_ratio is None else share(report.hit_ratio), "of distinct rows"),
         ("to the device", human_bytes(per_step), "a step"),

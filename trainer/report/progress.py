@@ -305,7 +305,8 @@ def evaluation_text(found: Evaluation | Report) -> str:
         texts.append(f"normalized entropy {found.normalized_entropy:.6f}")
     if found.accuracy is not None:
         texts.append(f"accuracy {found.accuracy:.6f}")
-    return ", ".join([*texts, *(f"{name.upper()} {value:.6f}" for name, value in found.ranking.items())])
+    texts += [f"{name.upper()} {value:.6f}" for name, value in found.ranking.items()]
+    return ", ".join([*texts, *(f"{name} {value:.6f}" for name, value in found.means.items() if value is not None)])
 
 
 def task_text(task: TaskEvaluation) -> str:

@@ -21,7 +21,7 @@ EXCHANGED = (
     *("rows_sent", "rows_received", "bytes_sent", "bytes_received"),
     *("vector_bytes_sent", "vector_bytes_received"),
 )
-OF_EVALUATION = ("auc", "logloss", "is_own_loss", "accuracy", "normalized_entropy", "ranking", "tasks")
+OF_EVALUATION = ("auc", "logloss", "is_own_loss", "accuracy", "normalized_entropy", "ranking", "means", "tasks")
 
 
 class RankFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,6 +62,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     is_own_loss: bool = False  # `logloss` is the model's own loss
     normalized_entropy: float | None = None  # log loss over that of the labels' base rate
     ranking: dict[str, float] = {}  # the last evaluation's HR, NDCG and MRR at each k of eval.ranks, if there are ranks
+    means: dict[str, float | None] = {}  # the last evaluation's sum over weight of each of the model's eval_names
     tasks: tuple[TaskEvaluation, ...] = msgspec.field(default=())  # each of several labels, by the last evaluation
     lookups: int
     unique_rows: int

@@ -86,6 +86,7 @@ class TensorBoardWriter:
     def evaluation(self, result: Evaluation) -> None:
         values = {"auc": result.auc, "logloss": result.logloss, "accuracy": result.accuracy}
         values |= {"normalized_entropy": result.normalized_entropy, **result.ranking}
+        values |= {f"means/{name}": value for name, value in result.means.items()}
         for task in result.tasks:
             values |= {f"auc/{task.label}": task.auc, f"logloss/{task.label}": task.logloss}
         for name, value in values.items():

@@ -227,5 +227,8 @@ class TrainerCollector(CountersCollector[TrainerCounters, TrainerGauges]):
         yield from samples_of(evaluation, prefix="eval_")
         for figure, value in evaluation.ranking.items():
             yield "rowcast_eval_ranking", (figure,), value
+        for name, mean in evaluation.means.items():
+            if mean is not None:
+                yield "rowcast_eval_mean", (name,), mean
         for task in evaluation.tasks:
             yield from samples_of(task, task.label, prefix="eval_task_")

@@ -68,7 +68,7 @@ class RankState(ScriptState):
         super().__init__(parts.dense, parts.device, parts.job)
         self._attend, self._compare = attend, compare
         self._rank, self._exchanges, self._device = rank, exchanges, parts.device
-        self._metrics = SharedEvaluation(rank, exchanges, parts.device, len(parts.job.data.columns.labels))
+        self._metrics = SharedEvaluation(rank, exchanges, parts.device, len(parts.job.data.columns.labels), ())
         self._random: Tensors = {}
 
     def begin_evaluation(self) -> None:
