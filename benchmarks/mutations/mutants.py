@@ -973,6 +973,11 @@ tests/adopt/test_saved.py::test_a_script_that_was_lost_goes_on_from_its_save_wit
         self.unsaved.note(self._is_moving) => pass
     rows that a save has moving are at rest after it
         |= moves.numpy() => |= False
+::test_a_script_that_was_lost_within_an_epoch_goes_on_at_its_batch
+    an epoch's order is drawn again with the random states of the step
+        set_states(begun if skip else now, owned) => set_states(now, owned)
+    steps go on with the random states of the epoch's beginning
+        if skip: set_states(now, owned) => if False: set_states(now, owned)
 ::test_only_rows_with_another_value_are_written_also_after_a_restart
     a save writes all rows that have come home since the engine started
         if not message.request: for store in self._stores: => if not message.request: for store in ():

@@ -1,14 +1,17 @@
 """An adopted script that saves itself as a run goes on with its bits, and what reads runs reads its rows."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, TensorDataset
 
 import rowcast
 from rowcast.deploy.score import scoring_content
@@ -241,6 +244,71 @@ def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(engines
     same.model.top = nn.Linear(4, 1)
     with pytest.raises(ConfigError, match=facts("Net", "size mismatch for top.weight")):
         rowcast.restore(tmp_path, *same.objects)
+
+
+class Epochs(Script):
+    """Shuffled epochs, and steps that draw from all generators that scripts use."""
+
+    def __init__(self, seed: int, *, owned: bool) -> None:
+        super().__init__("Adam", seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        ids = torch.cat([batch(step) for step in range(10)])
+        own = torch.Generator().manual_seed(seed) if owned else None
+        # without a generator of its own the loader draws once, as an epoch begins
+        self.loader: Any = DataLoader(TensorDataset(ids, ids[:, 0] / ROWS), 8, shuffle=True, generator=own)
+
+    def run(self, step: int, end: int, folder: Path | None = None) -> "Epochs":
+        epoch, done = divmod(step, len(self.loader))
+        for _ in range(epoch, 3):
+            for x, y in rowcast.ahead(self.loader, skip=done):
+                if step == end:
+                    return self
+                noise = torch.rand(()) + random.random() + np.random.rand()
+                self.optimizer.zero_grad()
+                loss = F.mse_loss(self.model(x), y) * noise
+                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimizer.step()
+                step += 1
+                if folder is not None and step % EVERY == 0:
+                    rowcast.save(folder, *self.objects, step=step)
+            done = 0
+            assert len([*DataLoader(numbers(9), 4, shuffle=True)]) == 3, "an evaluation"
+        return self
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_script_that_was_lost_within_an_epoch_goes_on_at_its_batch(
+    owned: bool, engines: Engines, tmp_path: Path
+) -> None:
+    plain = Epochs(3, owned=owned).run(0, 30)
+    left: Any = Epochs(3, owned=owned).adopted()
+    left.run(0, 7, tmp_path)
+    for seed, expected, end in ((7, 4, 15), (8, 12, 25), (9, 24, 30)):
+        drop()
+        left = Epochs(seed, owned=owned).adopted()
+        assert rowcast.restore(tmp_path, *left.objects) == expected
+        left.run(expected, end, tmp_path)
+    assert differing(plain, left) == 0
+    assert left.loader.generator is None or torch.equal(
+        left.loader.generator.get_state(), plain.loader.generator.get_state()
+    )
+
+
+def test_a_loop_cannot_go_on_where_its_beginning_is_not_known(engines: Engines, tmp_path: Path) -> None:
+    Script("Adam").adopted().train(0, 4, tmp_path)
+    drop()
+    resumed("Adam", tmp_path)
+    with pytest.raises(ConfigError, match=facts("skip=2", "no loop")):
+        iter(rowcast.ahead(DataLoader(numbers(3)), skip=2))
+    rest = rowcast.ahead(DataLoader(numbers(3)), skip=2)
+    assert [int(own) for [own] in rest] == [2], "the first loop goes on"
+    assert [int(own) for [own] in rest] == [0, 1, 2]
+    assert [*rowcast.ahead(iter([3, 4, 5]), skip=1)] == [4, 5]
 
 
 def manifests(folder: Path) -> list[Manifest]:

@@ -14,7 +14,8 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, store_of
 from rowcast.trainer.adopt.data_parallel import refuse_earlier, refuse_wrappers
 from rowcast.trainer.adopt.given_ids import LookedUp, given_by
+from rowcast.trainer.adopt.random_states import NO_LOOP, Loop, Loops
 from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
 from rowcast.trainer.adopt.rows import Home
 from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation, refuse_whole
@@ -164,6 +166,7 @@ class Doors:
         self.reading.open()
         self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
         self.gone: list[Home] = []
+        self.loops = Loops()
         self.runs: dict[Path, Run] = {}  # by the folder of their saves; that of the last save is the last
         atexit.register(self.report)
 
@@ -252,13 +255,21 @@ def adopted(action: str) -> Doors:
     return _doors[0]
 
 
-def ahead(batches: Iterable[Any], *, ids: Callable[[Any], Any] = no_ids) -> Iterable[Any]:
+def ahead(batches: Iterable[Any], *, ids: Callable[[Any], Any] = no_ids, skip: int = NO_LOOP) -> Iterable[Any]:
     """The same batches, read ahead: `for batch in rowcast.ahead(batches)`, after `adopt`.
 
     ids: for ids that Python or NumPy computes, a function from a batch to {parameter or its name: ids of its step},
     integers of any shape or lists of them. Missing ids are fetched when the step asks for them. Random numbers that it
-    draws are put back. An exception waits for its batch, also a ConfigError about what it gives."""
-    return _doors[0].reading.ahead(batches, given_by(ids, _parameters)) if adopts() else batches
+    draws are put back. An exception waits for its batch, also a ConfigError about what it gives.
+
+    skip: batches that the script has had before `rowcast.save`, 0 or more. The first loop passes them over, and begins
+    with the random states that the loop of the save began with."""
+    reading = _doors[0].reading if adopts() else None
+    if skip != NO_LOOP:
+        loops, plain = (Loops(), nullcontext) if reading is None else (_doors[0].loops, reading.plain)
+        is_iterator = isinstance(batches, Iterator)
+        batches = loops.begin(batches, skip) if is_iterator else Loop(loops, batches, skip, plain)
+    return batches if reading is None else reading.ahead(batches, given_by(ids, _parameters))
 
 
 def ahead_calls(function: Callable[[], Any], *, ids: Callable[[Any], Any] = no_ids) -> Callable[[], Any]:

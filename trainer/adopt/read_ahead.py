@@ -18,7 +18,6 @@ oldest one without look-ups. A batch's first look-up ends those that the same lo
 """
 
 import os
-import random
 import threading
 import time
 import weakref
@@ -38,6 +37,7 @@ from torch.utils.data import DataLoader
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.id_program import Leaves, Program, Recorder, Table, Unknown, leaves_of
+from rowcast.trainer.adopt.random_states import States, generators_of, owned_by
 
 MOST_FORMS = 64  # of batches; a script with more makes each batch of another form
 MARKED = 16  # rows of a table for each id, up to which marking its rows is faster than sorting the ids
@@ -46,9 +46,7 @@ RECORDINGS = 2  # of a form, until it stays on demand
 MOST_TURNS = 16  # a batch is looked up before the script has asked for this many more, or never
 
 Verdict = Literal["foreseen", "mistaken", "unknown"]
-States = dict[str, Any]  # of generators of random numbers, by name
 GiveIds = Callable[[Any], Mapping[Table, npt.NDArray[np.int64]]]  # of a batch its rows: distinct, ascending
-StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
 LAZY = (zip, map, filter, enumerate, reversed, GeneratorType)  # batches that can be read once
 
 NO_LEAVES = Leaves((), ())
@@ -163,10 +161,8 @@ class ReadAhead:
         plain = self._plain_iter = DataLoader.__iter__
 
         def read_ahead(loader: DataLoader[Any]) -> Iterator[Any]:
-            owned = (getattr(owner, "generator", None) for owner in (loader, loader.sampler))
             with self.paused():  # workers that are forked here do not record
-                own = [each for each in owned if isinstance(each, torch.Generator)]
-                batches: Iterator[Any] = self.source(plain(loader), no_ids, own)
+                batches: Iterator[Any] = self.source(plain(loader), no_ids, owned_by(loader))
                 return batches
 
         DataLoader.__iter__ = read_ahead  # type: ignore[method-assign, assignment]
@@ -287,6 +283,13 @@ class ReadAhead:
                 self._recorders = [own.recorder for own in self._open if own.recorder is not None]
                 for recorder in self._recorders:
                     recorder.__enter__()  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """Loaders within are not read ahead."""
+        self.readers.add(threading.get_ident())
+        yield
+        self.readers.discard(threading.get_ident())
 
     def read(self, take: Callable[[], Any], give_ids: GiveIds) -> Read:
         """Reads a batch. An exception, also of `give_ids`, waits for the batch at which the script would get it."""
@@ -582,25 +585,13 @@ class Ahead(Iterable[Any]):
         return getattr(self._batches, name)
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = self._reading.source(iter(self._batches), self._give_ids)
-        return batches
+        with self._reading.paused():
+            own = iter(self._batches), self._give_ids, owned_by(self._batches)
+            batches: Iterator[Any] = self._reading.source(*own)
+            return batches
 
     def __len__(self) -> int:
         return len(self._batches)
-
-
-def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, StateOf]]:
-    """The generators that loader and step may share, by name. `owned`: the loader's own."""
-    named = {"torch": torch.default_generator}
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-        of_device = getattr(torch.get_device_module(device), "default_generators", ())
-        named |= {f"torch on {device}:{index}": own for index, own in enumerate(of_device)}
-    named |= {f"the loader's torch.Generator {index}": own for index, own in enumerate(owned)}
-    for name, own in named.items():
-        yield name, (own.get_state, own.set_state)
-    yield "numpy.random", (lambda: np.random.get_state(legacy=False), np.random.set_state)
-    yield "random", (random.getstate, random.setstate)
 
 
 def is_same(state: Any, other: Any) -> bool:

@@ -8,6 +8,7 @@ The model state of such a checkpoint, as safetensors:
 
     model.<name>             of the first module among the objects, under its own names
     objects.<n>.<number>     other tensors of the n-th object
+    random.<n>.<number>      of random states: at the beginning of the loop, and now
     objects.structure        u8, JSON: the kinds of the objects, and the nesting around the tensors
 """
 
@@ -40,6 +41,7 @@ from rowcast.runtime.children import start_child
 from rowcast.runtime.errors import ConfigError, Diverged, listed, peer_failure
 from rowcast.trainer.adopt.adopt import Doors, Run, adopted
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
+from rowcast.trainer.adopt.random_states import States, packed, unpacked
 from rowcast.trainer.adopt.rows import BLOCK_ROWS, Home, Records, alike
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, state_door
 from rowcast.trainer.adopt.whole_table import WEIGHTS
@@ -71,7 +73,7 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
         raise ConfigError(f"save(keep={keep}): the newest checkpoint always stays; give 1 or more")
     place, newest = Path(folder).resolve(), newest_of(Path(folder))
     run = run_to_save(place, newest, doors.runs.get(place), step)
-    content = pack(state_of(objects))
+    content = pack(state_of(objects, doors.loops.states()))
     adoption = doors.engine
     for home in adoption.homes:
         home.take_back()
@@ -96,8 +98,8 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
 
 
 def restore(folder: str | Path, *objects: Stateful) -> int:
-    """Brings tables and objects to the newest checkpoint of `save` in the folder. Call it after `adopt`, with the
-    objects that were saved, in their order, before the first step. Returns its step; 0 if there is none.
+    """Brings tables, objects and random states to the newest checkpoint of `save` in the folder. Call it after `adopt`,
+    with the objects that were saved, in their order, before the first step. Returns its step; 0 if there is none.
 
     Raises ConfigError if the run is of a job, or has other tables or objects; DataError if it is damaged."""
     doors = adopted("restore")
@@ -111,7 +113,8 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
     refuse_others(manifest.script, [saved_table(own) for own in doors.engine.homes], folder)
     assert manifest.dense is not None, "a script always saves objects"
     tensors = unpack(checked_file(root, manifest.dense).read_bytes())
-    structure = json.loads(tensors[STRUCTURE].numpy().tobytes())
+    saved = json.loads(tensors[STRUCTURE].numpy().tobytes())
+    structure = saved["objects"]
     refuse_other_objects(structure, objects, folder)
     rows = exported(place, manifest, doors.engine.folder / "restored")
     for own in manifest.script.tables:
@@ -126,6 +129,7 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
         tables[own.name].trained = None
     for part, (_, state) in zip(objects, structure, strict=True):
         load(part, rebuilt(state, tensors), tables)
+    doors.loops.restore(*(unpacked(rebuilt(own, tensors)) for own in saved["random"]))
     note(doors, place, manifest)
     return manifest.train_steps
 
@@ -235,7 +239,7 @@ def exported(place: Path, manifest: Manifest, folder: Path) -> ExportedRows:
 # objects
 
 
-def state_of(objects: Sequence[Stateful]) -> Tensors:
+def state_of(objects: Sequence[Stateful], drawn: Sequence[States]) -> Tensors:
     """Raises ConfigError for an object that cannot be saved."""
     tensors: Tensors = {}
     structure = []
@@ -255,7 +259,8 @@ def state_of(objects: Sequence[Stateful]) -> Tensors:
             own = {names.get(name, name): tensor for name, tensor in own.items()}
             structure[-1][1] = renamed(structure[-1][1], names)
         tensors |= own
-    content = bytearray(json.dumps(structure).encode())
+    states = [flattened(packed(own), f"random.{n}", tensors) for n, own in enumerate(drawn)]
+    content = bytearray(json.dumps({"objects": structure, "random": states}).encode())
     return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8)}
 
 

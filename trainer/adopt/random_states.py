@@ -1,0 +1,134 @@
+"""Random states of a script that saves itself, and loops over batches that begin within an epoch.
+
+the loop begins         states A, of the script and of the loader
+n batches, n steps
+save                    keeps A and the states B of now
+restore                 sets B
+ahead(loader, skip=n)   sets A, passes n batches over, and sets B: so a shuffle is drawn again as it was
+"""
+
+import random
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rowcast.runtime.errors import ConfigError
+
+States = dict[str, Any]  # of generators of random numbers, by name
+StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
+NO_LOOP = -1  # of `skip`: the loop is not one that saves go on in
+NUMPY = "numpy.random"
+
+
+def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, StateOf]]:
+    """The generators that loader and step may share, by name. `owned`: the loader's own."""
+    named = {"torch": torch.default_generator}
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        of_device = getattr(torch.get_device_module(device), "default_generators", ())
+        named |= {f"torch on {device}:{index}": own for index, own in enumerate(of_device)}
+    named |= {f"the loader's torch.Generator {index}": own for index, own in enumerate(owned)}
+    for name, own in named.items():
+        yield name, (own.get_state, own.set_state)
+    yield NUMPY, (lambda: np.random.get_state(legacy=False), np.random.set_state)
+    yield "random", (random.getstate, random.setstate)
+
+
+def owned_by(batches: Any) -> list[torch.Generator]:
+    """The generators of a loader and its sampler."""
+    found = (getattr(owner, "generator", None) for owner in (batches, getattr(batches, "sampler", None)))
+    return [own for own in found if isinstance(own, torch.Generator)]
+
+
+def states_of(owned: Sequence[torch.Generator]) -> States:
+    return {name: state() for name, (state, _) in generators_of(owned)}
+
+
+def set_states(states: Mapping[str, Any], owned: Sequence[torch.Generator]) -> None:
+    """Raises ConfigError if a generator is gone."""
+    generators = dict(generators_of(owned))
+    if missing := [name for name in states if name not in generators]:
+        raise ConfigError(f"the save has the state of {missing[0]}, which this script does not have; make it as it was")
+    for name, state in states.items():
+        generators[name][1](state)
+
+
+class Loops:
+    """The loops over `ahead(batches, skip=...)` of a script."""
+
+    def __init__(self) -> None:
+        self._begun: States = {}  # at the beginning of the newest loop
+        self._owned: list[weakref.ref[torch.Generator]] = []  # of its loader
+        self._saved: tuple[States, States] = {}, {}  # of a save, until a loop goes on from there: A and B
+
+    def states(self) -> tuple[States, States]:
+        """A and B."""
+        owned = [own for of in self._owned if (own := of()) is not None]
+        return self._begun, states_of(owned)
+
+    def restore(self, begun: States, now: States) -> None:
+        self._saved = begun, now
+        known = dict(generators_of(()))
+        set_states({name: state for name, state in now.items() if name in known}, ())
+
+    def begin(self, batches: Any, skip: int) -> Iterator[Any]:
+        """The rest of a loop that has had `skip` batches. Raises ConfigError."""
+        owned, (begun, now) = owned_by(batches), self._saved
+        self._saved = {}, {}
+        if skip and now and not begun:
+            raise ConfigError(
+                f"ahead(skip={skip}): the save was made in no loop over rowcast.ahead(batches, skip=...), whose random "
+                "states at its beginning it would need; save within such a loop, or go on with skip=0"
+            )
+        set_states(begun if skip else now, owned)
+        self._begun, self._owned = states_of(owned), [weakref.ref(own) for own in owned]
+        rest: Iterator[Any] = iter(batches)
+        for _ in islice(rest, skip):
+            pass
+        if skip:
+            set_states(now, owned)
+        return rest
+
+
+class Loop(Iterable[Any]):
+    """Batches whose first loop begins after `skip` of them."""
+
+    def __init__(
+        self, loops: Loops, batches: Any, skip: int, plain: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """`plain`: a context in which loaders are not read ahead."""
+        self._loops, self._batches, self._skip, self._plain = loops, batches, skip, plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        skip, self._skip = self._skip, 0
+        with self._plain():
+            return self._loops.begin(self._batches, skip)
+
+
+def packed(states: States) -> States:
+    """In tensors, numbers and text."""
+    own = states.get(NUMPY)
+    if own is None:
+        return states
+    key = torch.from_numpy(own["state"]["key"].astype(np.int64))
+    return {**states, NUMPY: {**own, "state": {**own["state"], "key": key}}}
+
+
+def unpacked(states: States) -> States:
+    own = states.get(NUMPY)
+    if own is None:
+        return states
+    key: Tensor = own["state"]["key"]
+    return {**states, NUMPY: {**own, "state": {**own["state"], "key": key.numpy().astype(np.uint32)}}}
