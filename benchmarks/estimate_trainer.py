@@ -29,7 +29,7 @@ from rowcast.analysis.estimate.rates_file import (
     model_fingerprint,
 )
 from rowcast.job.file import parse_job
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.machine import keep_freed_memory

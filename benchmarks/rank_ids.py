@@ -31,8 +31,7 @@ from rowcast.prefetcher.planner.key_lists import Unpacker, pack
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Lookups, ids_checksum
-from rowcast.protocol.parts import Rank, ids_of_samples, parts_of, samples_of
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards, ids_of_samples, parts_of, samples_of
 from tests.support.exchange_oracle import assert_same, shared_rows_of
 
 MOST_BATCHES = 8

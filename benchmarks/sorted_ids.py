@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 import rowcast
-from rowcast.prefetcher.readers.formats.synthetic_generator import Zipf
+from rowcast.prefetcher.readers.formats.synthetic import Zipf
 
 
 def open_batches(

@@ -29,7 +29,7 @@ from rowcast.job.schema import Job, Ranks
 from rowcast.job.tables import with_placements
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.placement import RECEIVED, SENT, Traffic, chosen, counted, everywhere
-from rowcast.prefetcher.readers.formats.synthetic_generator import Zipf
+from rowcast.prefetcher.readers.formats.synthetic import Zipf
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Lookups, Scheduled

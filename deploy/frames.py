@@ -17,12 +17,10 @@ from msgspec.structs import replace
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, bag_lengths, is_list, typed
-from rowcast.prefetcher.readers.column_roles import Roles, roles_of
+from rowcast.prefetcher.readers.arrow_rows import Roles, RowDecoder, bag_lengths, is_list, roles_of, typed
 from rowcast.prefetcher.readers.columns import Ids, offsets_of
 from rowcast.prefetcher.readers.formats.criteo_tsv import hash_columns, logarithms
-from rowcast.prefetcher.readers.formats.csv import split_cells, without_empty
-from rowcast.prefetcher.readers.formats.csv_line import Cell
+from rowcast.prefetcher.readers.formats.csv import Cell, split_cells, without_empty
 from rowcast.prefetcher.readers.hashed_ids import can_hash, is_all_missing, is_text, text_of, type_of
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features, row_location
 from rowcast.prefetcher.readers.negatives import DrawingReader, job_of_files

@@ -8,9 +8,8 @@ from tempfile import TemporaryDirectory
 import typer
 
 from rowcast.prefetcher.run.warm_up import every_loop
-from rowcast.runtime.compiled import LOOPS
+from rowcast.runtime.compiled import LOOPS, LoopCache, note_prepared
 from rowcast.runtime.errors import ConfigError, advice
-from rowcast.runtime.loop_cache import LoopCache, note_prepared
 from rowcast.trainer.adopt.catch_up import try_loops
 from rowcast.trainer.kernels.choose import compile_for_cpu
 

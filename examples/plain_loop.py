@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.file import load_job
-from rowcast.job.learning_rate import learning_rate
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer, learning_rate
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule

@@ -17,8 +17,8 @@ import torch
 
 from rowcast.job.named_code import trusted
 from rowcast.serving import Model
+from rowcast.trainer.models.embedding import Embedded, Sequences
 from rowcast.trainer.models.job_model import JobModel
-from rowcast.trainer.models.sequences import Embedded, Sequences
 
 
 class Scorer:

@@ -1,7 +1,7 @@
 """Defines the job file: one TOML file, read by both processes and checked here.
 
 Every section is a frozen struct. An unknown key, a wrong type or an impossible value raises a `ConfigError` of one
-sentence. Sections with kinds are beside their registry: `formats.py`, `models.py`, `row_optimizers.py`, `stores.py`.
+sentence. Sections with kinds are beside their registry: `formats.py`, `models.py`, `optimizers.py`, `stores.py`.
 The comments above and beside the keys become docs/job-file.md (`job/page.py`).
 """
 
@@ -17,9 +17,8 @@ from msgspec import Meta
 
 from rowcast.job.embedding_tables import Table, TablesFrom
 from rowcast.job.formats import Data
-from rowcast.job.learning_rate import LearningRateSchedule, Rate, check_learning_rate
 from rowcast.job.models import Model
-from rowcast.job.row_optimizers import Beta, Clip, SparseOptimizer
+from rowcast.job.optimizers import Beta, Clip, LearningRateSchedule, Rate, SparseOptimizer, check_learning_rate
 from rowcast.job.section import Section, defaults_of_other_kinds
 from rowcast.job.stores import Store
 from rowcast.job.units import Size, parse_bytes, parse_rows, parse_seconds

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import structs
 
 from rowcast.job.embedding_tables import RowType, Table, placement_of
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
+from rowcast.job.optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes, parse_rows
 
@@ -45,7 +45,7 @@ class TableSpec:
     dtype: RowType = "fp32"  # dtype of the weights that a look-up reads
     linear: bool = False  # whether the last weight in a row is its linear weight
     batch_features: tuple[str, ...] = ()  # the features whose look-ups are the batch's (data.of)
-    # of all its rows on the line that ranks divide (protocol/shards.py), u32; None: each block of rows has its own
+    # of all its rows on the line that ranks divide (protocol/parts.py), u32; None: each block of rows has its own
     point: int | None = None
     first_column: int = 0  # of a piece, in the rows of the job's table of this name
 

@@ -34,7 +34,7 @@ class Counts:
     evict: int = 0
     slots: int = 0  # slots of the group on the device
     readable: int = 0  # rows that look-ups may read: all slots, or the rows received from their owners
-    sources: int = 1  # as in `pooled.py`: each has its own distinct rows
+    sources: int = 1  # as in `parts.py`: each has its own distinct rows
     exchanges: bool = False  # whether ranks divide the batch; if not, the numbers below are 0
     sent: int = 0  # rows sent to the ranks that look them up
     returned: int = 0  # received rows whose gradients go back: none in an evaluation
@@ -120,7 +120,7 @@ class LookupArrays(Generic[A]):
     and `sequence_offsets` divides these into samples. Without such features G is F * B.
 
     If ranks divide the batch, B is the number of samples in this rank's parts. Look-ups, rows and bags are ordered by
-    source (`pooled.py`): its parts, then those for which it pools the tables that it owns. "Slots" are positions among
+    source (`parts.py`): its parts, then those for which it pools the tables that it owns. "Slots" are positions among
     the received rows: two sources may look up the same one.
 
     If every bag of a whole batch holds one look-up, and no table has more than 65,536, a plan has `order` instead of

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from rowcast.trainer.adopt.mapped_tables import tables
     from rowcast.trainer.adopt.saved import restore, save
     from rowcast.trainer.models.evaluate import ranks_among
-    from rowcast.trainer.models.sequences import Sequences
 
 __all__ = [
     "Batch",
@@ -89,7 +88,7 @@ MODULES = {
     "Job": "rowcast.job.schema",
     "Loader": "rowcast.trainer.adopt.connect.loader",
     "Run": "rowcast.deploy.run",
-    "Sequences": "rowcast.trainer.models.sequences",
+    "Sequences": "rowcast.trainer.models.embedding",
     "adopt": "rowcast.trainer.adopt.adopt",
     "ahead": "rowcast.trainer.adopt.adopt",
     "ahead_calls": "rowcast.trainer.adopt.adopt",

@@ -48,7 +48,7 @@ UNKNOWN = -1
 MAX_STEP = 10**12 - 1  # twelve digits, so that folders sort by step
 
 
-# of each table of the job (`protocol/shards.py`): its point; none if every block of its rows has its own. () if no
+# of each table of the job (`protocol/parts.py`): its point; none if every block of its rows has its own. () if no
 # table is placed
 Points = tuple[tuple[Number, ...], ...]
 IdType = Literal["text", "integers"]
@@ -142,7 +142,7 @@ class BatchChecksum(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ShardLayers(FilePart, frozen=True, kw_only=True):
-    """The rows of one shard of the tables (`protocol/shards.py`)."""
+    """The rows of one shard of the tables (`protocol/parts.py`)."""
 
     # oldest first: one base, then deltas; the newest layer that has a row decides its value
     layers: tuple[RowLayer, ...]
@@ -156,7 +156,7 @@ class ShardLayers(FilePart, frozen=True, kw_only=True):
 class DataFile(FilePart, frozen=True, kw_only=True):
     path: str
     nbytes: int
-    checksum: str  # of a sample of its contents (prefetcher/readers/file_samples.py), 16 hex digits
+    checksum: str  # of a sample of its contents (prefetcher/readers/data_files.py), 16 hex digits
 
 
 class TrainingData(FilePart, frozen=True, kw_only=True):

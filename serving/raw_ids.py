@@ -20,9 +20,9 @@ import pyarrow as pa
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.arrow_rows import Rules, bucket_ids, prepared
 from rowcast.prefetcher.readers.hashed_ids import Inexact, can_hash, hashed_rows, is_text
 from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, ByValue, Feature, job_features
-from rowcast.prefetcher.readers.prepare import Rules, bucket_ids, prepared
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
 from rowcast.serving import index_loops

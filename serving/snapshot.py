@@ -16,6 +16,7 @@ from safetensors.numpy import load
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec
+from rowcast.prefetcher.readers.arrow_rows import Rules
 from rowcast.prefetcher.readers.id_check import (
     check_dense,
     check_offsets,
@@ -23,7 +24,6 @@ from rowcast.prefetcher.readers.id_check import (
     lookup_location,
     require_weights,
 )
-from rowcast.prefetcher.readers.prepare import Rules
 from rowcast.prefetcher.stores.elements import rounded, widened
 from rowcast.prefetcher.stores.first_values import table_initializer
 from rowcast.prefetcher.stores.store import ABSENT

@@ -26,7 +26,7 @@ from rowcast.job.embedding_tables import ParameterTable, RowType, Table
 from rowcast.job.formats import Columns, Prepare
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of
-from rowcast.prefetcher.readers.prepare import Rules
+from rowcast.prefetcher.readers.arrow_rows import Rules
 from rowcast.runtime.checkpoint_manifest import CHECKSUM, Position, check_position
 from rowcast.runtime.disk import Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rowcast.job.learning_rate import LearningRateSchedule, learning_rate
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import LearningRateSchedule, SparseOptimizer, learning_rate
 from rowcast.job.schema import DenseOptimizer
 from rowcast.runtime.errors import ConfigError
 from tests.support.full_capacity import make_job

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 import rowcast
-from rowcast.job import formats, row_optimizers, schema, stores
+from rowcast.job import formats, optimizers, schema, stores
 from rowcast.job.file import parse_manifest_job
 from rowcast.job.models import BUILT_IN_MODELS, NO_MODEL
 from rowcast.job.named_code import CODE, JobFromFile, code_of, import_code, trusted
@@ -58,7 +58,7 @@ def test_security_md_lists_every_place_that_imports_by_a_text() -> None:
 
 
 def test_every_registry_names_rowcasts_modules_and_every_kind_of_the_users_is_known() -> None:
-    registries: list[dict[str, Any]] = [formats.FORMATS, stores.STORES, row_optimizers.ROW_OPTIMIZERS]
+    registries: list[dict[str, Any]] = [formats.FORMATS, stores.STORES, optimizers.ROW_OPTIMIZERS]
     named = [entry.module for registry in (*registries, schema.EVICTION_POLICIES) for entry in registry.values()]
     named += [model.factory for model in BUILT_IN_MODELS.values()]
     assert all(name.startswith("rowcast.") for name in named)

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import pytest
 
-from rowcast.runtime import compiled, loop_cache
+from rowcast.runtime import compiled
 from rowcast.runtime.safe_files import is_private, unsafe_below, use_safe_caches
 
 NOBODY = 65534
@@ -68,12 +68,12 @@ class Cached:
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cached]:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiled, "LOOPS", [*compiled.LOOPS])
-    monkeypatch.delenv(loop_cache.TOLD, raising=False)
+    monkeypatch.delenv(compiled.TOLD, raising=False)
     is_private.cache_clear()
-    loop_cache.notes.cache_clear()
+    compiled.notes.cache_clear()
     yield Cached(tmp_path)
     is_private.cache_clear()
-    monkeypatch.delenv(loop_cache.TOLD, raising=False)
+    monkeypatch.delenv(compiled.TOLD, raising=False)
     sys.modules.pop("kept_loop", None)
 
 

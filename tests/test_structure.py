@@ -29,13 +29,13 @@ FORBIDDEN = {  # package -> what it may not import
 }
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
-        "arrange batch plan_layout script_setup shards",
+        "arrange batch plan_layout script_setup",
         "parts",
-        "messages pooled",
+        "messages",
         "plan",
         "codec counters order",
         "session transport",
-        "attempts conversation dense_pieces scrape",
+        "attempts conversation scrape",
         "peer_watch",
     ),
     "prefetcher": ("planner readers stores", "pipeline", "checkpoints", "run", "__main__"),
@@ -57,7 +57,7 @@ GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests an
 MEASURES = f"{GUEST}rates/"  # runs the trainer's kernels
 COMMAND_LINE = "command_line"  # above all rooms: it imports each by name, when its command is called
 FILES = {
-    "numba": "runtime/compiled.py runtime/loop_cache.py",
+    "numba": "runtime/compiled.py runtime/compiled.py",
     "llvmlite": "runtime/compiled.py",
     "matplotlib": "runtime/drawing.py",
 }

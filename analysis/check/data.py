@@ -32,8 +32,17 @@ from rowcast.prefetcher.readers.reader import Reader, id_types, open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.run.start import Decisions, check_continues, decide, placed, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
-from rowcast.protocol.parts import Rank, belonging, described, input_specs, part_bounds, rank_of
-from rowcast.protocol.shards import BLOCK_BITS, Shards, owner_of
+from rowcast.protocol.parts import (
+    BLOCK_BITS,
+    Rank,
+    Shards,
+    belonging,
+    described,
+    input_specs,
+    owner_of,
+    part_bounds,
+    rank_of,
+)
 from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.errors import DataError

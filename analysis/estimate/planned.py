@@ -34,9 +34,8 @@ from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
 from rowcast.prefetcher.run.start import placed
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
-from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of
+from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of, vectors_from, vectors_to
 from rowcast.protocol.plan import GroupPlan, Piece, StepPlan, cut, step_block
-from rowcast.protocol.pooled import vectors_from, vectors_to
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 # kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up

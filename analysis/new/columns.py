@@ -16,8 +16,7 @@ import pyarrow.compute as pc
 import xxhash
 
 from rowcast.prefetcher.readers.arrow_rows import bag_lengths, is_list, lookup_location
-from rowcast.prefetcher.readers.formats.csv import lists_of, without_empty
-from rowcast.prefetcher.readers.formats.csv_line import FALSE, TRUE, Cell
+from rowcast.prefetcher.readers.formats.csv import FALSE, TRUE, Cell, lists_of, without_empty
 from rowcast.prefetcher.readers.hashed_ids import is_text
 from rowcast.prefetcher.readers.id_check import Location
 from rowcast.runtime.arrays import F64, I64, U64, Bools

@@ -31,17 +31,24 @@ from rowcast.analysis.new.columns import (
 )
 from rowcast.analysis.show import AnalysisProgress, Tick
 from rowcast.job.formats import FORMATS
-from rowcast.prefetcher.readers.arrow_rows import is_list
-from rowcast.prefetcher.readers.column_roles import require_single
+from rowcast.prefetcher.readers.arrow_rows import is_list, require_single
 from rowcast.prefetcher.readers.data_files import data_files, is_gzip, no_rows
 from rowcast.prefetcher.readers.formats.arrow import ArrowFiles
 from rowcast.prefetcher.readers.formats.criteo_tsv import DENSE, SPARSE
-from rowcast.prefetcher.readers.formats.csv import beginning, decode, split_cells
-from rowcast.prefetcher.readers.formats.csv_line import BRACKETED, BRACKETS, Cell, CsvLayout, fields_of
+from rowcast.prefetcher.readers.formats.csv import (
+    BRACKETED,
+    BRACKETS,
+    Cell,
+    CsvLayout,
+    beginning,
+    decode,
+    fields_of,
+    split_cells,
+)
 from rowcast.prefetcher.readers.formats.jsonl import decode as decode_json
 from rowcast.prefetcher.readers.formats.jsonl import is_one_kind, values_of
 from rowcast.prefetcher.readers.formats.jsonl import kind_of as kind_of_json
-from rowcast.prefetcher.readers.formats.parquet_files import ParquetFiles
+from rowcast.prefetcher.readers.formats.parquet import ParquetFiles
 from rowcast.prefetcher.readers.id_check import Location, line_location, row_location
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
 from rowcast.runtime.errors import ConfigError, DataError

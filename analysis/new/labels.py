@@ -10,8 +10,8 @@ from rowcast.analysis.new import names
 from rowcast.analysis.new.columns import FEW, NUMBER, ColumnFacts
 from rowcast.analysis.new.files import DataSet
 from rowcast.job.formats import Prepare
-from rowcast.prefetcher.readers.formats.csv_line import TRUE
-from rowcast.prefetcher.readers.prepare import AS_IT_IS, prepared
+from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS, prepared
+from rowcast.prefetcher.readers.formats.csv import TRUE
 from rowcast.runtime.arrays import Bools
 from rowcast.runtime.errors import ConfigError, listed, nearest
 from rowcast.runtime.telemetry.format_numbers import plural

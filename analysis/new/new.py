@@ -22,8 +22,8 @@ from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import parse_job
 from rowcast.job.formats import Prepare
 from rowcast.job.units import parse_bytes
+from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS
 from rowcast.prefetcher.readers.data_files import listed_files
-from rowcast.prefetcher.readers.prepare import AS_IT_IS
 from rowcast.prefetcher.readers.text_files import open_text, whole_lines
 from rowcast.runtime.errors import ConfigError, RowcastError, printable
 from rowcast.runtime.telemetry.format_numbers import plural

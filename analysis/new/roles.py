@@ -14,7 +14,7 @@ from rowcast.analysis.new.columns import FEW, ColumnFacts
 from rowcast.analysis.new.files import DataSet
 from rowcast.analysis.new.labels import Label, contents, known, label_of, option
 from rowcast.job.formats import Prepare
-from rowcast.prefetcher.readers.prepare import AS_IT_IS
+from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS
 from rowcast.runtime.arrays import F64
 from rowcast.runtime.errors import ConfigError
 

@@ -32,14 +32,12 @@ from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.prefetcher.planner.capacity import Touched, touched_by
-from rowcast.prefetcher.planner.exchange import OwnRows, SharedRows, ShareOfBatch, shared_rows
+from rowcast.prefetcher.planner.exchange import OwnRows, SharedRows, ShareOfBatch, shared_rows, some_first
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
-from rowcast.prefetcher.planner.ordered_sum import some_first
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind, Lookups, ScheduledBatch
-from rowcast.protocol.parts import Rank, parts_of
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards, parts_of
 from rowcast.runtime.arrays import I32, I64
 
 NEVER = 2**31 - 1  # the next use of a row that is not used again

@@ -40,8 +40,7 @@ from rowcast.prefetcher.planner.placement import (
 )
 from rowcast.prefetcher.planner.planner import RowPlanner, Slots, groupers_of, job_planner
 from rowcast.protocol.batch import Kind, ScheduledBatch
-from rowcast.protocol.parts import Rank, part_bounds
-from rowcast.protocol.pooled import feature_owners
+from rowcast.protocol.parts import Rank, feature_owners, part_bounds
 from rowcast.runtime.arrays import I64, Bools
 from rowcast.runtime.errors import ConfigError
 

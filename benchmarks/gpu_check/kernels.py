@@ -21,12 +21,11 @@ from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import make_job
 from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
+from rowcast.job.optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.tables import record_parts
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, part_of, rule_at, torch_ops
-from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.kernels.choose import choose_kernels, fill_randomly
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
-from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS = tuple(ROW_OPTIMIZERS)
 DIMS = (4, 16, 33, 64, 128, 256)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.training.outcome import LOSSES, Outcome, tell
 from benchmarks.training.paged import PagedRows
 from rowcast.job.file import load_job
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec, table_specs
 from rowcast.prefetcher.readers.reader import open_reader

@@ -23,7 +23,7 @@ import xxhash
 
 from rowcast.job.embedding_tables import LARGEST, RowType
 from rowcast.job.file import parse_manifest_job
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, groups_at, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors

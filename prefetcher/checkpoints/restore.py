@@ -4,7 +4,7 @@
     read by 2                     |      0: all of 0 and 1    |      1: all of 2 and 3    |
     read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
 
-A prefetcher reads the files of shards that overlap its range of the line (`protocol/shards.py`), and keeps its rows. If
+A prefetcher reads the files of shards that overlap its range of the line (`protocol/parts.py`), and keeps its rows. If
 other tables were placed whole, or blocks had another size, it reads those of all shards.
 """
 
@@ -23,7 +23,7 @@ from rowcast.prefetcher.checkpoints.saved_tables import saved_groups
 from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES
 from rowcast.prefetcher.stores.store import Keys, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.shards import BLOCK_BITS, Shards
+from rowcast.protocol.parts import BLOCK_BITS, Shards
 from rowcast.runtime.checkpoint_manifest import Manifest, Points, RowFile, RowLayer, checked_file
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import DataError

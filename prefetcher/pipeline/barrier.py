@@ -18,7 +18,7 @@ from typing import Protocol
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback
-from rowcast.protocol.dense_pieces import DensePieces
+from rowcast.protocol.conversation import DensePieces
 from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, StopRequest, TierTotals, Wait
 from rowcast.protocol.plan import (
     ArrayBlock,

@@ -14,8 +14,7 @@ from rowcast.prefetcher.planner.group_planner import NO_ROWS
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.protocol.batch import Lookups, Scheduled
-from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import UNDIVIDED, Rank, Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 

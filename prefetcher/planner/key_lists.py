@@ -13,7 +13,7 @@ import numpy as np
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
 from rowcast.prefetcher.planner.directory import Records
-from rowcast.protocol.shards import LINE, Shards, owner
+from rowcast.protocol.parts import LINE, Shards, owner
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.compiled import compiled_loop, compiled_part
 from rowcast.runtime.errors import RemoteProtocolError

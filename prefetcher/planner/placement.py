@@ -22,8 +22,7 @@ from rowcast.job.tables import ITEM_BYTES, KEY_SHIFT, batch_features, cuts, poin
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.protocol.batch import Lookups, Scheduled
-from rowcast.protocol.parts import part_bounds, parts_of
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Shards, part_bounds, parts_of
 from rowcast.runtime.arrays import I64
 
 SENT, RECEIVED = 0, 1  # as seen from the rank

@@ -28,9 +28,8 @@ from rowcast.prefetcher.planner.horizon import (
     id_bytes,
 )
 from rowcast.protocol.batch import Lookups, Scheduled
-from rowcast.protocol.parts import UNDIVIDED, Rank, own_parts, parts_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, Shards, own_parts, parts_of
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, PlannedSteps, StepPlan
-from rowcast.protocol.shards import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
@@ -84,7 +83,7 @@ class Arranger(Protocol):
         """`parts`: of all ranks; the batch itself if it is not divided."""
 
     def sources(self, parts: Sequence[Lookups], whole: Lookups) -> Sequence[Lookups]:
-        """Returns what this rank looks up, source by source (`protocol/pooled.py`). `parts`: its own, of all features.
+        """Returns what this rank looks up, source by source (`protocol/parts.py`). `parts`: its own, of all features.
         `whole`: the batch of all ranks, if this one owns placed tables."""
 
     def want(self, sources: Sequence[Lookups]) -> tuple[Any, ...]:

@@ -1,10 +1,21 @@
-"""Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
+"""Prepares the values of columns by `data.columns.prepare`: pure functions of a column, in fp64.
+
+    map -> fill -> least -> log1p -> standardize -> at_least       numbers
+                                                    buckets        ids: 0 missing, 1 below the first bound, ...
+
+A missing value is NaN until `fill`. Without rules, numbers keep their values and dtypes.
+
+Decides which columns of a file with named columns are labels, dense features, ids and weights.
+
+Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
 
 Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +23,13 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rowcast.job.formats import Prepare
+from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.column_roles import Roles
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
 from rowcast.prefetcher.readers.hashed_ids import Inexact, hashes_of, rows_of_hashes
 from rowcast.prefetcher.readers.id_check import (
+    EVERY_WIDE,
     LARGEST_ID,
     MISSING,
     ByValue,
@@ -25,10 +38,172 @@ from rowcast.prefetcher.readers.id_check import (
     Location,
     check_dense,
     check_labels,
+    job_features,
+    require_features,
 )
-from rowcast.prefetcher.readers.prepare import Rules, bucket_ids, numbers_of, prepared
+from rowcast.prefetcher.readers.reader import Columns
 from rowcast.protocol.batch import Lookups, Samples
-from rowcast.runtime.errors import DataError
+from rowcast.runtime.arrays import F64
+from rowcast.runtime.errors import ConfigError, DataError, listed, nearest
+
+AS_IT_IS = Prepare()
+NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
+Rules = Mapping[str, Prepare]  # of columns
+
+
+def prepared(values: Any, rules: Rules, name: str, location: Location) -> npt.NDArray[Any]:
+    """Returns numbers [n] of a pyarrow array [n]. Raises DataError for a value that the column's rule cannot take."""
+    rule = rules.get(name, AS_IT_IS)
+    own = mapped(values, rule.map, name, location) if rule.map else numbers_of(values)
+    if rule.fill is not None:
+        own = own.astype(np.float64)
+        own[np.isnan(own)] = rule.fill
+    if rule.least is not None:
+        own = np.where(own < rule.least, rule.least, own.astype(np.float64))
+    if rule.log1p:
+        own = logarithms(own.astype(np.float64), name, location)
+    if rule.standardize is not None:
+        mean, deviation = rule.standardize
+        own = (own.astype(np.float64) - mean) / deviation
+    if rule.at_least is not None:
+        wide = own.astype(np.float64)
+        own = np.where(np.isnan(wide), wide, wide >= rule.at_least)
+    return own
+
+
+def bucket_ids(numbers: npt.NDArray[Any], bounds: list[float]) -> Ids:
+    wide = numbers.astype(np.float64)
+    return np.where(np.isnan(wide), 0, 1 + np.searchsorted(bounds, wide, side="right"))
+
+
+def logarithms(numbers: F64, name: str, location: Location) -> F64:
+    outside = numbers <= -1
+    if outside.any():
+        at = int(np.argmax(outside))
+        raise DataError(
+            f"{location(at)}, column {name}: log1p takes numbers above -1, and the value is {numbers[at]:g}; set "
+            f"data.columns.prepare.{name}.least = 0.0, or remove log1p"
+        )
+    return np.log1p(numbers)
+
+
+def mapped(values: Any, numbers: Mapping[str, float], name: str, location: Location) -> F64:
+    """Returns f64 [n] by the keys of `numbers`, which equal a value as text or as a number."""
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    by_number = {number: numbers[key] for key in numbers if (number := as_number(key)) is not None}
+    found = [of_value(shown(own), numbers, by_number) for own in encoded.dictionary.to_pylist()]
+    taken: F64 = np.array([*found, np.nan])[encoded.indices.fill_null(len(found)).to_numpy(zero_copy_only=False)]
+    unknown = np.isnan(taken) & ~values.is_null().to_numpy(zero_copy_only=False)
+    if unknown.any():
+        at = int(np.argmax(unknown))
+        raise DataError(
+            f"{location(at)}, column {name}: {shown(values[at].as_py())[:40]!r} is not in "
+            f"data.columns.prepare.{name}.map, which has {', '.join(map(repr, numbers))}; add it"
+        )
+    return taken
+
+
+def of_value(text: str, numbers: Mapping[str, float], by_number: Mapping[float, float]) -> float:
+    number = as_number(text)
+    return numbers.get(text, np.nan if number is None else by_number.get(number, np.nan))
+
+
+def as_number(text: str) -> float | None:
+    return float(text) if NUMBER.fullmatch(text) else None
+
+
+def shown(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+def numbers_of(values: Any) -> npt.NDArray[Any]:
+    """Returns numbers unchanged: integers with nulls as fp64 with NaN, or as objects if fp64 cannot hold them."""
+    if values.null_count and pa.types.is_integer(values.type):
+        ends = pc.min_max(values).as_py().values()
+        if any(abs(own or 0) >= EVERY_WIDE for own in ends):
+            return np.array(values.to_pylist(), object)
+    if values.null_count and pa.types.is_boolean(values.type):
+        values = values.cast(pa.int8())
+    array: npt.NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    labels: list[str]
+    dense: list[str]
+    features: list[Feature]
+    inputs: list[str]  # arrays for the model; of a feature, the rows of its look-ups
+    of: dict[str, str]  # the feature of each array of look-ups
+
+    @property
+    def weights(self) -> list[str]:
+        return [feature.weights_column for feature in self.features if feature.weights_column is not None]
+
+    def names(self, columns: Columns = "all") -> list[str]:
+        dense = [*self.labels, *self.dense, *self.inputs, *self.of.values()]
+        ids = [*(feature.name for feature in self.features), *self.weights]
+        return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[columns]))
+
+
+def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], Collection[str]]) -> Roles:
+    """Returns the roles of data.columns in a file with columns `names`; `numeric` returns those that hold numbers.
+
+    Raises ConfigError for a missing column, and for a model with a bottom MLP if no dense column is found or excluded.
+    """
+    columns, features = job.data.columns, job_features(job)
+    dense = columns.dense
+    if dense is None:
+        numbered = sorted((int(match[1]), name) for name in names if (match := re.fullmatch(r"int_(\d+)", name)))
+        dense = [name for _, name in numbered]
+    labels = [] if columns.label_values == "none" else columns.label_names
+    of = {name: job.data.of[name] for name in columns.inputs if name in job.data.of}
+    roles = Roles(labels=labels, dense=dense, features=features, inputs=columns.inputs, of=of)
+    require_columns(job, roles, path, names)
+    if columns.dense is None and not dense and isinstance(job.model, BottomAndTop) and job.model.bottom_mlp:
+        used, numbers = roles.names(), numeric()
+        raise no_dense_column(path, [name for name in names if name in numbers and name not in used])
+    return roles
+
+
+def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) -> None:
+    """Raises ConfigError for a column that the file does not have, DataError for one that it has twice."""
+    require_features(job, names, f"{path}, which has {listed(names)}")
+    key = "labels" if job.data.columns.labels else "label"
+    key_of = {
+        **dict.fromkeys(roles.labels, key),
+        **dict.fromkeys(roles.dense, "dense"),
+        **dict.fromkeys(roles.weights, "weights"),
+        **dict.fromkeys(roles.inputs, "inputs"),
+    }
+    for name, key in key_of.items():
+        if name not in names:
+            raise ConfigError(
+                f"data.columns.{key}: {path} has no column {name}{nearest(name, names)}; it has {listed(names)}"
+            )
+    require_single(path, names, roles.names())
+
+
+def require_single(path: Path, names: Sequence[str], used: Sequence[str]) -> None:
+    for name in used:
+        if names.count(name) > 1:
+            raise DataError(f"{path}: {names.count(name)} columns are named {name}; rename all but one of them")
+
+
+def no_dense_column(path: Path, candidates: list[str]) -> ConfigError:
+    found = (
+        f"name the dense ones of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
+        if candidates
+        else "the file has no other column with numbers"
+    )
+    return ConfigError(
+        f"{path}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; {found}; "
+        "data.columns.dense = [] says that there are none"
+    )
+
+
+def quoted(names: Sequence[str]) -> str:
+    return "[" + listed([f'"{name}"' for name in names]) + "]"
 
 
 def typed(table: Any, features: Sequence[Feature], location: Location) -> Any:

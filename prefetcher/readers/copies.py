@@ -1,4 +1,6 @@
-"""Turns text files into typed columns once, and keeps them as Arrow files, which later starts map.
+"""Lets one process make files in a folder while others wait for them.
+
+Turns text files into typed columns once, and keeps them as Arrow files, which later starts map.
 
     <copies>/<name>-<xxh3_64 of path and rules>.arrow    record batches of typed columns (`arrow_rows.py`)
     ...                                         .json    `Made`: of which bytes, by which rules, and checksums
@@ -11,11 +13,12 @@ but what a dead process has left unfinished.
 """
 
 import errno
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,15 +32,43 @@ from rowcast.job.schema import Job, digest
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.columns import FileRows, Ids
 from rowcast.prefetcher.readers.data_files import FileState, cumulative, file_state, no_rows, path_text
-from rowcast.prefetcher.readers.folder_lock import folder_lock
 from rowcast.prefetcher.readers.id_check import Location, decoding, line_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, HashedFile, open_hashed, pieces, text_of
 from rowcast.runtime.checkpoint_manifest import write_durably
-from rowcast.runtime.disk import Disk, FileWrite, Sealed, own_files_in, partial_of, read_sealed, render, seal
+from rowcast.runtime.disk import Disk, FileWrite, Sealed, own_files_in, partial_of, read_sealed, render, seal, try_lock
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
+
+LONGEST_WAIT_S = 1800.0  # without a change of the files that the holder makes
+
+
+@contextmanager
+def folder_lock(lock: Path, made: str) -> Iterator[None]:
+    """Holds the lock file `lock`. Continues without it if the folder cannot be locked, or if the holder seems to be
+    stopped: for so long no file that matches `made` has grown beside it."""
+    descriptor = None
+    with suppress(OSError, ConfigError):
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        wait_for_lock(descriptor, lock, made)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def wait_for_lock(descriptor: int, lock: Path, made: str) -> None:
+    seen, until_s = -1, 0.0
+    while not try_lock(descriptor, lock):
+        now = sum(own.stat().st_size for own in lock.parent.glob(made) if own.exists())
+        if now != seen:
+            seen, until_s = now, time.monotonic() + LONGEST_WAIT_S
+        if time.monotonic() > until_s:
+            return
+        time.sleep(0.05)
+
 
 VERSION = 1
 EVERY_S = 5.0  # between lines of the log

@@ -43,8 +43,7 @@ from rowcast.prefetcher.readers.schedule import places
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
 from rowcast.protocol.batch import Scheduled
-from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.protocol.shards import owner_of
+from rowcast.protocol.parts import UNDIVIDED, Rank, owner_of
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.children import killed_by
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError

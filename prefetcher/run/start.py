@@ -12,7 +12,7 @@ from rowcast.prefetcher.pipeline.batch_checksums import check_first, file_checks
 from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.planner.placement import Traffic, chosen
 from rowcast.prefetcher.planner.planner import Slots
-from rowcast.prefetcher.readers.file_samples import sampled
+from rowcast.prefetcher.readers.data_files import sampled
 from rowcast.prefetcher.readers.source import SourceInfo
 from rowcast.prefetcher.run.sizing import Sizes, job_levels, sizes, tier_rows
 from rowcast.protocol.batch import ScheduledBatch

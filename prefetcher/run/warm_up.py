@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import ALL_KEYS, NO_ROWS, NO_SLOTS
@@ -27,10 +27,8 @@ from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, ScheduledBatch
-from rowcast.protocol.parts import Rank
-from rowcast.protocol.shards import Shards
-from rowcast.runtime.compiled import STORES_PAST_CACHES
-from rowcast.runtime.loop_cache import LoopCache
+from rowcast.protocol.parts import Rank, Shards
+from rowcast.runtime.compiled import STORES_PAST_CACHES, LoopCache
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
 SLOW_S = 1.0

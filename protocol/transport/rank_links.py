@@ -36,8 +36,17 @@ import zmq
 from zmq.utils import z85
 
 from rowcast.protocol.parts import Rank
-from rowcast.protocol.transport.callers import DOMAIN, KEY_BYTES, ClientAuth, Refusals, has_news, next_message
-from rowcast.protocol.transport.connections import MOST_STRANGERS, Connection, Connections
+from rowcast.protocol.transport.callers import (
+    DOMAIN,
+    KEY_BYTES,
+    MOST_STRANGERS,
+    ClientAuth,
+    Connection,
+    Connections,
+    Refusals,
+    has_news,
+    next_message,
+)
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.network import own_addresses

@@ -13,8 +13,15 @@ from zmq.utils.monitor import recv_monitor_message
 
 from rowcast.protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
-from rowcast.protocol.transport.callers import CLIENTS, Refusals, has_news, next_message
-from rowcast.protocol.transport.connections import MOST_STRANGERS, Connection, Connections
+from rowcast.protocol.transport.callers import (
+    CLIENTS,
+    MOST_STRANGERS,
+    Connection,
+    Connections,
+    Refusals,
+    has_news,
+    next_message,
+)
 from rowcast.protocol.transport.endpoint import Address
 from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload, parts_of
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rowcast
-from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
+from rowcast.prefetcher.readers.formats.custom import BatchCheck
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.adopt.scripts import Launches, make, train_on
 from tests.support.facts import facts

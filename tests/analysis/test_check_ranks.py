@@ -16,8 +16,7 @@ from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
 from rowcast.prefetcher.planner.capacity import measure
-from rowcast.protocol.parts import Rank
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards
 from rowcast.runtime.run_directory import RunDirectory, pair_folder
 from tests.support.jobs import job_content
 from tests.support.jobs import table as table_of

@@ -22,8 +22,7 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.protocol.batch import Lookups, ScheduledBatch
-from rowcast.protocol.parts import Rank, parts_of
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards, parts_of
 from rowcast.runtime.errors import ConfigError
 from tests.support import jobs
 from tests.support.batches import BAGS, PLACED, Bags, distinct_rows, placed, small_batches, small_job

@@ -11,7 +11,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, points_in, with_placements
 from rowcast.prefetcher.checkpoints.folder import carry_out
 from rowcast.prefetcher.checkpoints.restore import OwnShard
-from rowcast.protocol.shards import BLOCK_BITS
+from rowcast.protocol.parts import BLOCK_BITS
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk
 from tests.checkpoints.fake_run import MAX_ADVANCES, TABLES, FakeRun, Rows, UnsyncedDisk

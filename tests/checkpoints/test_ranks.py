@@ -13,7 +13,7 @@ from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_changed, re
 from rowcast.prefetcher.checkpoints.row_files import read_rows
 from rowcast.prefetcher.run.tables import Tables
 from rowcast.prefetcher.stores.store import finish
-from rowcast.protocol.shards import BLOCK_BITS
+from rowcast.protocol.parts import BLOCK_BITS
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,

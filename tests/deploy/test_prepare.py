@@ -28,7 +28,7 @@ print([loop.py_func.__name__ for loop in LOOPS if not loop.signatures])
 """
 LOOP = """
 from rowcast.runtime.compiled import compiled_loop
-from rowcast.runtime.loop_cache import LoopCache
+from rowcast.runtime.compiled import LoopCache
 
 @compiled_loop
 def added(one: int, other: int) -> int:
@@ -166,7 +166,7 @@ def test_a_killed_holder_leaves_no_lock(tmp_path: Path, loop: str) -> None:
 
 
 def test_a_start_that_compiles_although_prepared_says_why(tmp_path: Path, loop: str) -> None:
-    note = "import sys; from rowcast.runtime.loop_cache import note_prepared; note_prepared(sys.argv[1])"
+    note = "import sys; from rowcast.runtime.compiled import note_prepared; note_prepared(sys.argv[1])"
     output(tmp_path / "cache", loop)
     [folder] = [path.parent for path in (tmp_path / "cache").rglob("*.nbi") if path.name.startswith("loop.")]
     for path in folder.glob("*.nb?"):

@@ -14,7 +14,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, with_placements
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.protocol.shards import owner_of
+from rowcast.protocol.parts import owner_of
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.made_up_device import PARAMETERS, device, host, job

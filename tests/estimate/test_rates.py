@@ -27,7 +27,7 @@ from rowcast.analysis.estimate.rates_file import (
 )
 from rowcast.command_line.trainer import app
 from rowcast.job.file import parse_job
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError, DataError

@@ -11,11 +11,11 @@ from unittest.mock import patch
 
 import torch
 
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.batch import Kind
-from rowcast.trainer.kernels import choose, self_check, triton_ops
+from rowcast.trainer.kernels import choose, triton_ops
 from rowcast.trainer.models import runner
 from tests.kernels.noted_launches import NotedKernels, noted_launches
 from tests.support.driver import InProcessRun, Settings
@@ -42,7 +42,7 @@ def checked(job: Job) -> Variants:
 
     def check(kernels: Any, *others: Any, exact: bool) -> str | None:
         assert kernels is triton_ops
-        return self_check.difference(NotedKernels(), *others, exact=exact)
+        return choose.difference(NotedKernels(), *others, exact=exact)
 
     with noted_launches(lambda *launch: found.add(launch)), patch.object(choose, "difference", check):
         assert choose.triton_kernels(torch.device("cpu"), job) is triton_ops

@@ -8,11 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, rule_at
+from rowcast.trainer.kernels.choose import fill_randomly
 from rowcast.trainer.kernels.derived import Chunks
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
-from rowcast.trainer.kernels.self_check import fill_randomly
 
 KINDS = tuple(ROW_OPTIMIZERS)
 PRECISIONS = (

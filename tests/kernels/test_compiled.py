@@ -15,9 +15,8 @@ from rowcast.job.tables import group_specs
 from rowcast.runtime.stages import ThreadPool, cuts
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, all_groups, compiled_ops, torch_ops
-from rowcast.trainer.kernels.choose import choose_kernels
+from rowcast.trainer.kernels.choose import choose_kernels, difference
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
-from rowcast.trainer.kernels.self_check import difference
 from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
@@ -41,7 +40,7 @@ SHAPES = ((0, False, False), (0, True, False), (3, False, False), (3, True, Fals
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Work so small that tests have it is shared out, in several blocks."""
     monkeypatch.setattr("rowcast.trainer.kernels.compiled_ops.MIN_FLOATS", 1)
-    monkeypatch.setattr("rowcast.trainer.kernels.compiled_loops.BLOCK_FLOATS", 700)
+    monkeypatch.setattr("rowcast.trainer.kernels.compiled_ops.BLOCK_FLOATS", 700)
     warm_up_sqrt()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.kernels import Kernels, choose, self_check, torch_ops, triton_ops
+from rowcast.trainer.kernels import Kernels, choose, torch_ops, triton_ops
 from rowcast.trainer.kernels.choose import choose_kernels, triton_kernels
 from tests.kernels.lookups import KINDS
 from tests.support.facts import facts
@@ -41,8 +41,8 @@ FAILURES = [
 @pytest.fixture(autouse=True)
 def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: fewer rows and look-ups, and chunks so short that some rows are still long."""
-    monkeypatch.setattr(self_check, "NUM_ROWS", 20)
-    monkeypatch.setattr(self_check, "NUM_LOOKUPS", 40)
+    monkeypatch.setattr(choose, "NUM_ROWS", 20)
+    monkeypatch.setattr(choose, "NUM_LOOKUPS", 40)
     monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", 5)
     monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
 

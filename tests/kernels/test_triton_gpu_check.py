@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check.kernels import ALL, CORE, KINDS, REST, Case, Records, Sizes, check_case
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer
 from rowcast.trainer.kernels import Kernels, RecordViews, rule_at, triton_ops
 from tests.support.facts import facts
 

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
+from rowcast.prefetcher.planner.exchange import OrderedSum, SharedRows, ShareOfBatch, ordered_sum
 from rowcast.prefetcher.planner.grouping import JointGrouper
-from rowcast.prefetcher.planner.ordered_sum import OrderedSum, ordered_sum
 from rowcast.protocol.batch import Lookups
-from rowcast.protocol.parts import Rank, parts_of
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards, parts_of
 from rowcast.runtime.arrays import I64
 from tests.support.exchange_oracle import assert_same, shared_rows_of
 from tests.support.planner_runs import group, one_group, random_batch, table, without_pooling

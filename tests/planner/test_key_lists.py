@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import KEY_SHIFT
 from rowcast.prefetcher.planner.key_lists import Unpacker, pack
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.support.planner_runs import group, i64, table

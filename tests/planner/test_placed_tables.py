@@ -14,10 +14,20 @@ from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import GroupMoves
 from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.protocol.batch import Lookups, needed_offsets
-from rowcast.protocol.parts import Rank, ids_of_samples, own_parts, part_bounds, part_sizes, parts_of, samples_of
+from rowcast.protocol.parts import (
+    Rank,
+    bags_of_sources,
+    ids_of_samples,
+    own_parts,
+    owner_of,
+    part_bounds,
+    part_sizes,
+    parts_of,
+    samples_of,
+    source_sizes,
+    sources_of,
+)
 from rowcast.protocol.plan import GroupPlan, GroupShare
-from rowcast.protocol.pooled import bags_of_sources, source_sizes, sources_of
-from rowcast.protocol.shards import owner_of
 from rowcast.runtime.arrays import I32, I64
 from tests.support.exchange_oracle import assert_same
 from tests.support.planner_runs import group, num_rows_by_feature, placed, random_batch, table, without_pooling

@@ -15,8 +15,7 @@ from rowcast.job.tables import ITEM_BYTES, KEY_SHIFT, group_specs, possible_grou
 from rowcast.prefetcher.planner.placement import Traffic, chosen, counted
 from rowcast.prefetcher.run.start import placed as settled
 from rowcast.protocol.batch import Batch, Lookups, ScheduledBatch
-from rowcast.protocol.parts import part_bounds
-from rowcast.protocol.shards import Shards, owner_of
+from rowcast.protocol.parts import Shards, owner_of, part_bounds
 from rowcast.runtime.checkpoint_manifest import MANIFEST_VERSION, Manifest, Position, RowLayer, ShardLayers
 from tests.support import jobs
 from tests.support.batches import BAGS, Bags, small_batches, small_job

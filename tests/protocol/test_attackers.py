@@ -18,11 +18,10 @@ import zmq
 
 from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import Bye, Envelope
-from rowcast.protocol.transport import connections as backlog
+from rowcast.protocol.transport import callers as backlog
 from rowcast.protocol.transport import endpoint as doors
 from rowcast.protocol.transport import zmq_link
-from rowcast.protocol.transport.callers import Refusals
-from rowcast.protocol.transport.connections import MOST_STRANGERS
+from rowcast.protocol.transport.callers import MOST_STRANGERS, Refusals
 from rowcast.protocol.transport.endpoint import socket_path
 from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES, Dealer, Router
 from rowcast.protocol.transport.zmq_link import ZmqLink

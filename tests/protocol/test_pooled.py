@@ -4,9 +4,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec
-from rowcast.protocol.parts import Rank, part_bounds, part_sizes
-from rowcast.protocol.pooled import Source, bags_of_sources, source_sizes, sources_of, vectors_from, vectors_to
-from rowcast.protocol.shards import owner_of
+from rowcast.protocol.parts import (
+    Rank,
+    Source,
+    bags_of_sources,
+    owner_of,
+    part_bounds,
+    part_sizes,
+    source_sizes,
+    sources_of,
+    vectors_from,
+    vectors_to,
+)
 from tests.support.planner_runs import group, placed, table, without_pooling
 
 GROUP = group(0, (table(0, 70, 4, "a", "b"), table(1, 50, 4, "c"), table(2, 30, 4, "d")), (0, 1, 2, 3))

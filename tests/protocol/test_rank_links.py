@@ -15,7 +15,7 @@ import zmq
 
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.transport import rank_links
-from rowcast.protocol.transport.connections import MOST_STRANGERS
+from rowcast.protocol.transport.callers import MOST_STRANGERS
 from rowcast.protocol.transport.rank_links import FROM, LISTENS, Listens, RankLinks, read_listens
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.tables import ALIGNMENT, group_specs, record_parts
 from rowcast.runtime.errors import ConfigError

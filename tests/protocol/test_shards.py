@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rowcast.job.tables import TableSpec, make_keys
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Shards
 from rowcast.runtime.arrays import F64, I64
 
 # rows of the 26 tables of Criteo Kaggle

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
+from rowcast.prefetcher.readers.formats.custom import BatchCheck
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.parts import batch_specs, belonging, check_same
 from rowcast.runtime.errors import ConfigError, DataError

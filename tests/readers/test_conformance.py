@@ -11,7 +11,7 @@ import pytest
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
-from rowcast.prefetcher.readers.formats import parquet_files
+from rowcast.prefetcher.readers.formats import parquet
 from rowcast.prefetcher.readers.reader import Columns, Part, can_share, open_reader, stream_columns
 from rowcast.prefetcher.readers.schedule import schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
@@ -46,7 +46,7 @@ SHUFFLED = pytest.mark.parametrize(
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are read in pieces far smaller than they are, so that every boundary is crossed."""
     monkeypatch.setattr(text, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(parquet_files, "RECORD_BATCH_ROWS", 10)
+    monkeypatch.setattr(parquet, "RECORD_BATCH_ROWS", 10)
 
 
 def test_every_format_has_a_case(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers import copies, folder_lock
+from rowcast.prefetcher.readers import copies
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.workers import WorkerSource
@@ -196,12 +196,12 @@ def test_processes_that_start_at_once_read_each_file_once(tmp_path: Path) -> Non
 def test_nobody_waits_without_end_for_one_that_was_stopped(
     tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder_lock, "LONGEST_WAIT_S", 0.1)
+    monkeypatch.setattr(copies, "LONGEST_WAIT_S", 0.1)
     first = rows(job_in(tmp_path))
     [lock] = kept(tmp_path, "lock", "a*")
     [record] = kept(tmp_path, "json", "a*")
     record.unlink()
-    with folder_lock.folder_lock(lock, "*"):
+    with copies.folder_lock(lock, "*"):
         assert rows(job_in(tmp_path)) == first
     assert read[3:] == ["a.csv"]
 

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from rowcast.prefetcher.readers.formats.custom import BatchCheck
 from rowcast.prefetcher.readers.formats.user_arrays import as_batch
-from rowcast.prefetcher.readers.formats.user_batches import BatchCheck
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError

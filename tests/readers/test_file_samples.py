@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.readers import file_samples
-from rowcast.prefetcher.readers.file_samples import blocks, sampled
+from rowcast.prefetcher.readers import data_files
+from rowcast.prefetcher.readers.data_files import blocks, sampled
 from rowcast.runtime.errors import ConfigError
 
 BLOCK = 64 * 2**10
@@ -56,7 +56,7 @@ def test_blocks_lie_apart_from_the_first_byte_to_the_last(nbytes: int) -> None:
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 100, 512, 1000, 10**4, 10**5])
 def test_all_files_together_take_few_blocks_and_64_mib(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(file_samples, "sample", lambda path, *rule: asked.append(rule))
+    monkeypatch.setattr(data_files, "sample", lambda path, *rule: asked.append(rule))
     sampled([Path("a")] * count)
     [(num_blocks, block_bytes)] = set(asked)
     assert num_blocks >= 2

@@ -21,8 +21,7 @@ from rowcast.analysis.new.files import look_at
 from rowcast.analysis.show import AnalysisProgress
 from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.data_files import data_files, files_text, in_recorded_order, listed_files
-from rowcast.prefetcher.readers.file_samples import sampled
+from rowcast.prefetcher.readers.data_files import data_files, files_text, in_recorded_order, listed_files, sampled
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Kind
 from rowcast.runtime.checkpoint_manifest import Manifest, TrainingData

@@ -17,7 +17,7 @@ from rowcast.prefetcher.pipeline.key_exchange import differ
 from rowcast.prefetcher.readers import row_reader
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.columns import bag_offsets
-from rowcast.prefetcher.readers.formats import parquet_files
+from rowcast.prefetcher.readers.formats import parquet
 from rowcast.prefetcher.readers.reader import open_reader, stream_columns
 from rowcast.prefetcher.readers.source import RankSource
 from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
@@ -39,7 +39,7 @@ Make = Callable[[Path], Job]
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(parquet_files, "RECORD_BATCH_ROWS", 10)
+    monkeypatch.setattr(parquet, "RECORD_BATCH_ROWS", 10)
 
 
 def case(name: str, **data: Any) -> Make:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
-from rowcast.prefetcher.readers.formats.synthetic_generator import Permutation, Zipf, streams
+from rowcast.prefetcher.readers.formats.synthetic import Permutation, Zipf, streams
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import ConfigError

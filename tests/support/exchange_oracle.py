@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.prefetcher.planner.exchange import OwnRows, SharedRows
+from rowcast.prefetcher.planner.exchange import OrderedSum, OwnRows, SharedRows
 from rowcast.prefetcher.planner.grouping import Grouping
-from rowcast.prefetcher.planner.ordered_sum import OrderedSum
-from rowcast.protocol.parts import Rank
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards
 from rowcast.runtime.arrays import I32, I64
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.parts import Rank
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Rank, Shards
 from rowcast.trainer.models.exchanges import LocalCollectives
 from tests.support.collectives import InProcessCollectives, Network
 from tests.support.driver import QUIET_LIMIT, InProcessRun, Past, Settings, Sharing, StuckError, columns_of

@@ -15,7 +15,7 @@ from rowcast.prefetcher.pipeline.batch_checksums import (
     file_checksums,
     first_checksums,
 )
-from rowcast.prefetcher.readers.file_samples import sampled
+from rowcast.prefetcher.readers.data_files import sampled
 from rowcast.prefetcher.readers.source import RankSource, SourceInfo
 from rowcast.prefetcher.run.start import data_checksums
 from rowcast.protocol.batch import Batch, Kind, Samples, Scheduled, ScheduledBatch, after

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from examples.plain_loop import run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.trainer.models.shared_rows import Reused
+from rowcast.trainer.models.row_exchange import Reused
 from rowcast.trainer.models.shared_runner import SharedRunner
 from tests.support.batches import NUM_DENSE, PLACED, batches_of_sizes, placed, slots_for, small_job
 from tests.support.comparisons import assert_equal_bits

@@ -15,12 +15,12 @@ from torch import Tensor
 from examples.plain_loop import add_up, run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.ordered_sum import ordered_sum
+from rowcast.prefetcher.planner.exchange import ordered_sum
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.kernels import GroupLookup, torch_ops
 from rowcast.trainer.kernels.gradients import with_gradients
 from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
-from rowcast.trainer.models.shared_rows import add_levels
+from rowcast.trainer.models.row_exchange import add_levels
 from tests.support.batches import NUM_DENSE, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import Plain, assert_equal_bits, differing
 from tests.support.driver import InProcessRun, Settings, start_state

@@ -8,8 +8,7 @@ import pytest
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.protocol.counters import GroupCounters
-from rowcast.protocol.parts import part_bounds
-from rowcast.protocol.shards import Shards
+from rowcast.protocol.parts import Shards, part_bounds
 from tests.support.batches import distinct_rows, slots_for, small_batches, small_job
 from tests.support.driver import Settings
 from tests.support.ranked_run import RankedRun

@@ -32,7 +32,7 @@ def without_a_device(text: str) -> list[str]:
     ]
 
 
-SELF_CHECK = Path("trainer/kernels/self_check.py")  # called within such a block
+SELF_CHECK = Path("trainer/kernels/choose.py")  # called within such a block
 
 
 def test_every_tensor_of_the_trainer_names_its_device() -> None:

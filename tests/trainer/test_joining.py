@@ -13,8 +13,8 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rowcast.runtime.network import interface_toward
-from rowcast.trainer.run import joining
-from rowcast.trainer.run.joining import GLOO_NETWORK, choose_network
+from rowcast.trainer.run import meeting as joining
+from rowcast.trainer.run.meeting import GLOO_NETWORK, choose_network
 from tests.support.two_hosts import on, two_hosts
 
 hosts = pytest.fixture(two_hosts)
@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, TCPStore
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.stops import leave_at_once
-from rowcast.trainer.run.joining import choose_network, is_joining, join_group
+from rowcast.trainer.run.meeting import choose_network, is_joining, join_group
 
 number, count, port, timeout_s = map(int, sys.argv[1:5])
 address, fate = sys.argv[5:]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS, SparseOptimizer
+from rowcast.job.optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.tables import GroupSpec, record_parts
 from rowcast.trainer.kernels import DTYPES, part_of, rows_of, rule_at, torch_ops
 from tests.support.full_capacity import bits

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.trainer.device.streams import PlainStream
-from rowcast.trainer.models import torch_collectives
-from rowcast.trainer.models.torch_collectives import TorchCollectives
+from rowcast.trainer.models import exchanges
+from rowcast.trainer.models.exchanges import TorchCollectives
 from tests.support.facts import facts
 
 RANK = Rank(number=1, count=4, parts=4)
@@ -96,7 +96,7 @@ class Clock:
 def on_device(monkeypatch: pytest.MonkeyPatch, *works: OneWork) -> tuple[TorchCollectives, Clock]:
     """Has begun these works at 0 s, one for each step, with a time-out of 60 s."""
     begun, clock = iter(works), Clock()
-    monkeypatch.setattr(torch_collectives, "time", clock)
+    monkeypatch.setattr(exchanges, "time", clock)
     monkeypatch.setattr(dist, "all_to_all_single", lambda *arguments, async_op: next(begun))
     collectives, output = TorchCollectives(RANK, 60), cast(Any, SimpleNamespace(is_cuda=True))
     for step in range(len(works)):
@@ -138,7 +138,7 @@ def test_ranks_connect_before_the_first_step_and_the_host_waits_for_it(monkeypat
         return works[len(calls) - 1]
 
     monkeypatch.setattr(dist, "all_to_all_single", start)
-    monkeypatch.setattr(torch_collectives, "all_gather", start)
+    monkeypatch.setattr(exchanges, "all_gather", start)
     TorchCollectives(RANK, 60).open(torch.device("cpu"))
     assert [(len(output), len(given)) for output, given, *_ in calls] == [(4, 4), (4, 1)]
     assert [work.waited for work in works] == [True, True]

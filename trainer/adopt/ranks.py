@@ -23,8 +23,7 @@ from rowcast.runtime.stops import leave_at_once
 from rowcast.trainer.adopt.dense_weights import DenseWeights
 from rowcast.trainer.device.cuda import adopted_streams
 from rowcast.trainer.device.streams import Streams
-from rowcast.trainer.models.exchanges import Exchanges
-from rowcast.trainer.models.torch_collectives import TorchCollectives
+from rowcast.trainer.models.exchanges import Exchanges, TorchCollectives
 
 WRITES_AFTER_S = 1.0
 LATER = timedelta(seconds=60)  # than ours is torch's own time-out, which would end the process

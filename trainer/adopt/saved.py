@@ -45,8 +45,7 @@ from rowcast.trainer.adopt.random_states import States, packed, unpacked
 from rowcast.trainer.adopt.rows import BLOCK_ROWS, Home, Records, alike
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, state_door
 from rowcast.trainer.adopt.whole_table import WEIGHTS
-from rowcast.trainer.models.model_state import Tensors, pack, unpack
-from rowcast.trainer.models.user_objects import Stateful, flattened, rebuilt
+from rowcast.trainer.models.model_state import Stateful, Tensors, flattened, pack, rebuilt, unpack
 
 STRUCTURE = "objects.structure"
 DOOR = "adopted"  # in a structure: [the name of a table, its field]

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from rowcast.job.embedding_tables import RowType
-from rowcast.job.learning_rate import learning_rate
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer, learning_rate
 from rowcast.job.tables import GroupSpec, RecordPart
 from rowcast.protocol.plan_layout import LookupArrays
 from rowcast.trainer.kernels.derived import Chunks

@@ -17,7 +17,7 @@ from triton.runtime import driver
 
 import rowcast.protocol.plan
 import rowcast.trainer.kernels.derived
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.tables import ALIGNMENT, aligned
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
 from rowcast.trainer.kernels.triton_code import device, row_sums

@@ -19,8 +19,7 @@ from rowcast.job.named_code import import_code
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.dense_optimizers import without_dynamo
-from rowcast.trainer.models.embedding import align_inputs
-from rowcast.trainer.models.sequences import Embedded, Sequences
+from rowcast.trainer.models.embedding import Embedded, Sequences, align_inputs
 
 __all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model"]
 

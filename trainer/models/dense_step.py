@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from rowcast.job.learning_rate import learning_rate
+from rowcast.job.optimizers import learning_rate
 from rowcast.job.schema import DenseOptimizer, Job
 from rowcast.protocol.parts import part_seed
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.trainer.models import build_dense_optimizer
-from rowcast.trainer.models.model_state import Tensors, optimizer_state, restore_optimizer, saved_and_restored
-from rowcast.trainer.models.user_objects import StatefulObjects
+from rowcast.trainer.models.model_state import (
+    StatefulObjects,
+    Tensors,
+    optimizer_state,
+    restore_optimizer,
+    saved_and_restored,
+)
 
 
 class OptimizerStep:

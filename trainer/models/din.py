@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rowcast.job.models import DINSettings
 from rowcast.job.schema import Job
 from rowcast.trainer.models.dlrm import linear_layers
-from rowcast.trainer.models.sequences import Embedded, Sequences
+from rowcast.trainer.models.embedding import Embedded, Sequences
 
 EPSILON, MOMENTUM = 1e-8, 0.1  # the paper's; torch.nn.BatchNorm1d's
 

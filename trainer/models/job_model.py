@@ -23,9 +23,8 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.safe_files import use_safe_caches
 from rowcast.trainer.models import as_fp32, build_model, own_loss
 from rowcast.trainer.models.dense_step import dense_step
-from rowcast.trainer.models.embedding import align_inputs
+from rowcast.trainer.models.embedding import Embedded, Sequences, align_inputs
 from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks, own_sums
-from rowcast.trainer.models.sequences import Embedded, Sequences
 
 CPU = torch.device("cpu")
 

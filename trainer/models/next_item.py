@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models.embedding import Embedded, Sequences
 from rowcast.trainer.models.evaluate import ranks_among
-from rowcast.trainer.models.sequences import Embedded, Sequences
 
 Inputs = Mapping[str, Embedded]
 NO_INPUTS: Inputs = MappingProxyType({})

@@ -12,11 +12,10 @@ from torch import Tensor
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.kernels import Group, GroupLookup, Kernels, Rule
-from rowcast.trainer.models.embedding import Embeddings, PendingUpdate, update_in_backward
+from rowcast.trainer.models.embedding import Embedded, Embeddings, PendingUpdate, update_in_backward
 from rowcast.trainer.models.exchanges import Exchanges
 from rowcast.trainer.models.row_exchange import RowExchange, SharedStep
 from rowcast.trainer.models.runner import StepInputs
-from rowcast.trainer.models.sequences import Embedded
 
 
 class SharedEmbeddings(Embeddings):

@@ -19,7 +19,7 @@ from torch.nn.functional import normalize
 from rowcast.job.models import TBSMSettings
 from rowcast.job.schema import Job
 from rowcast.trainer.models.dlrm import DLRM, linear_layers, logits_of, relu_layers
-from rowcast.trainer.models.sequences import Embedded, Sequences
+from rowcast.trainer.models.embedding import Embedded, Sequences
 
 
 class TBSM(nn.Module):

@@ -12,8 +12,8 @@ from rowcast.protocol.batch import Batch
 from rowcast.trainer.kernels import torch_ops
 from rowcast.trainer.kernels.gradients import taken
 from rowcast.trainer.models import build_model
+from rowcast.trainer.models.embedding import Embedded, Sequences
 from rowcast.trainer.models.job_model import ForwardPass
-from rowcast.trainer.models.sequences import Embedded, Sequences
 
 Bags = tuple[Tensor, Tensor | None, Tensor | None]
 

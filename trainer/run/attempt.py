@@ -40,8 +40,7 @@ from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
 from rowcast.trainer.run.connection import MODEL, Connection
-from rowcast.trainer.run.errands import TRAIN, Errand
-from rowcast.trainer.run.launch import read_launch
+from rowcast.trainer.run.launch import TRAIN, Errand, read_launch
 from rowcast.trainer.run.machine import prepared, set_threads, settle, warn_of_overridden
 from rowcast.trainer.run.rank_group import Group, await_complete, gathered_report, meet_together, party_of, same_states
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates

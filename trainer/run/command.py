@@ -26,7 +26,7 @@ def run_until_left(process: str, main: Callable[[Signals], int | None]) -> int:
     """Runs `main`. If the process did not leave the group of ranks in order, ends it at once: gloo's threads may still
     wait for a lost rank, and an orderly exit would wait for them."""
     code = run_until_stopped(process, main)
-    distributed, joining = map(sys.modules.get, ("torch.distributed", "rowcast.trainer.run.joining"))
+    distributed, joining = map(sys.modules.get, ("torch.distributed", "rowcast.trainer.run.meeting"))
     has_joined = distributed is not None and distributed.is_available() and distributed.is_initialized()
     if has_joined or (joining is not None and joining.is_joining()):
         sys.stderr.flush()
@@ -86,7 +86,7 @@ def evaluate(
         job = begin(config, overrides, log_level, log_json)
         with uncollected():
             from rowcast.trainer.run.attempt import TrainerRun
-            from rowcast.trainer.run.errands import EVALUATE, score_to
+            from rowcast.trainer.run.launch import EVALUATE, score_to
 
         errand = EVALUATE if scores is None else score_to(scores, job, probability=probability)
         TrainerRun(job, signals, timeline=timeline, errand=errand).run()

@@ -34,16 +34,16 @@ from rowcast.runtime.errors import (
 from rowcast.runtime.machine import UNRECORDED, Machine, differences
 from rowcast.runtime.run_directory import Completion, RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.trainer.models.exchanges import Collectives, LocalCollectives
-from rowcast.trainer.models.torch_collectives import TorchCollectives
+from rowcast.trainer.models.exchanges import Collectives, LocalCollectives, TorchCollectives
 from rowcast.trainer.report.report_json import Report, report_of_all
-from rowcast.trainer.run.joining import choose_network, join_group
 from rowcast.trainer.run.launch import Launch, check_launch
 from rowcast.trainer.run.meeting import (
     GivenUp,
     Meeting,
     Room,
+    choose_network,
     decoded,
+    join_group,
     look_until,
     lost_store,
     new_greeting,

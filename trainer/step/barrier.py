@@ -24,9 +24,8 @@ from rowcast.runtime.stages import StateTable
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.streams import Event, Streams, memory_for
 from rowcast.trainer.models.evaluate import Evaluation, end_of_patience, place_of_best
-from rowcast.trainer.models.model_state import ModelStatePieces, Tensors, pack, readable, require_finite
+from rowcast.trainer.models.model_state import ModelStatePieces, Stateful, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
-from rowcast.trainer.models.user_objects import Stateful
 from rowcast.trainer.step.cache import DeviceCache
 from rowcast.trainer.step.memory import PlanArrays
 from rowcast.trainer.step.plan_check import PlanCheck

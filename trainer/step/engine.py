@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from rowcast.job.learning_rate import learning_rate
+from rowcast.job.optimizers import learning_rate
 from rowcast.job.schema import Job, Optimizer
 from rowcast.job.tables import GroupSpec, group_specs, with_placements
 from rowcast.protocol.conversation import Conversation

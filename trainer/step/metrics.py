@@ -7,8 +7,7 @@ from typing import Literal
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.counters import Counters
 from rowcast.protocol.messages import StepHeader
-from rowcast.protocol.parts import Rank
-from rowcast.protocol.pooled import numbers_of_vectors
+from rowcast.protocol.parts import Rank, numbers_of_vectors
 from rowcast.trainer.device.streams import Lap, Phase
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]

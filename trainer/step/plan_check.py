@@ -33,7 +33,7 @@ from rowcast.protocol.messages import (
     ShareHeader,
     StepHeader,
 )
-from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_bounds, part_sizes
+from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_bounds, part_sizes, sources_of
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import (
     EXCHANGE_ARRAYS,
@@ -44,7 +44,6 @@ from rowcast.protocol.plan_layout import (
     Counts,
     Dtype,
 )
-from rowcast.protocol.pooled import sources_of
 from rowcast.runtime.arrays import I32, I64, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
 

@@ -11,7 +11,7 @@ from functools import partial
 import xxhash
 from torch import Tensor
 
-from rowcast.protocol.dense_pieces import DensePieces
+from rowcast.protocol.conversation import DensePieces
 from rowcast.protocol.messages import Ask, PlanDone, Replica, Returned, RowsBack, RowSpan, Save, Saved
 from rowcast.protocol.plan import barrier_stamp, is_sampled, plan_stamp, saved_stamp
 from rowcast.protocol.transport.ring import RingSlice

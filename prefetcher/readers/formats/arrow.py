@@ -8,7 +8,6 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import RowDecoder
-from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
 from rowcast.prefetcher.readers.columns import FileRows
 from rowcast.prefetcher.readers.copies import CopyCursor
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
@@ -18,7 +17,7 @@ from rowcast.prefetcher.readers.hashed_ids import first_kinds
 from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location, job_features, row_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.reader import Columns
-from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_named_columns
 from rowcast.runtime.errors import DataError
 
 

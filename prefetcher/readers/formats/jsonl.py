@@ -18,16 +18,14 @@ import pyarrow as pa
 from pyarrow import json as arrow_json
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.arrow_rows import RowDecoder, is_list
-from rowcast.prefetcher.readers.column_roles import Roles
-from rowcast.prefetcher.readers.column_rows import ColumnRows, open_named_columns
+from rowcast.prefetcher.readers.arrow_rows import Roles, RowDecoder, is_list
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, line_location
 from rowcast.prefetcher.readers.reader import Columns
-from rowcast.prefetcher.readers.row_reader import RowReader
+from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_named_columns
 from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces, refuse_line
 from rowcast.runtime.errors import DataError
 

@@ -20,9 +20,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from rowcast.protocol.messages import StepHeader
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.device.streams import Event, Lap, Stream
-from rowcast.trainer.models.embedding import Embeddings
+from rowcast.trainer.models.embedding import Embedded, Embeddings
 from rowcast.trainer.models.runner import step_lookups
-from rowcast.trainer.models.sequences import Embedded
 from rowcast.trainer.step.cache import Step
 
 ROWS_KEEP_THEIRS = (

@@ -34,7 +34,7 @@ from rowcast.trainer.adopt.connect.settings import ScriptTables
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.models.evaluate import Evaluation
-from rowcast.trainer.models.user_objects import Stateful
+from rowcast.trainer.models.model_state import Stateful
 from rowcast.trainer.run.launch import Launch, check_launch, rank_in_log
 
 

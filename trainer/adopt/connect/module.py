@@ -8,14 +8,14 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.connect import run_folder, settings
 from rowcast.trainer.adopt.connect.batch import VALIDATION, JaggedTensor, KeyedEmbeddings, check_features
 from rowcast.trainer.adopt.connect.settings import ScriptTables
 from rowcast.trainer.device.streams import on_device
-from rowcast.trainer.models.sequences import Embedded, Sequences
+from rowcast.trainer.models.embedding import Embedded, Sequences
 
 NO_BATCH = (
     "there is no batch to look up: iterate over the loader that rowcast.connect(ebc, ...) gives, and call the model on "

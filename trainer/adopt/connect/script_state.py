@@ -1,6 +1,6 @@
 """What a run keeps of its script: state in checkpoints, and evaluations.
 
-adopted.<n>.<number>    tensors of the n-th of the script's objects, as in trainer/models/user_objects.py
+adopted.<n>.<number>    tensors of the n-th of the script's objects, as in trainer/models/model_state.py
 adopted.structure       u8, JSON: the nesting around the tensors
 adopted.epochs_over     i64: epochs whose `for` loop has ended in the script
 random.cpu, ...         torch's random state, as in trainer/models/model_state.py
@@ -17,8 +17,7 @@ from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.errors import Mismatch
 from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.evaluate import EvalMetrics, Evaluation
-from rowcast.trainer.models.model_state import Tensors, random_state, restore_random
-from rowcast.trainer.models.user_objects import Stateful, StatefulObjects
+from rowcast.trainer.models.model_state import Stateful, StatefulObjects, Tensors, random_state, restore_random
 from rowcast.trainer.report.results import ResultsInMemory
 
 COMPLETED_EPOCHS = "adopted.epochs_over"

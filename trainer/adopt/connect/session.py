@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.amp import GradScaler
 
-from rowcast.job.learning_rate import LearningRateSchedule
+from rowcast.job.optimizers import LearningRateSchedule
 from rowcast.protocol.messages import StepHeader, StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.telemetry.logs import get_logger

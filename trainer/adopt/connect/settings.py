@@ -19,7 +19,7 @@ from torch import Tensor
 from rowcast.job.embedding_tables import Table
 from rowcast.job.file import parse_job
 from rowcast.job.models import NO_MODEL
-from rowcast.job.row_optimizers import SparseOptimizer
+from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint
 from rowcast.runtime.disk import not_a_link

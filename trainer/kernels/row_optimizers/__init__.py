@@ -1,4 +1,4 @@
-"""Implements the row optimizers that `job/row_optimizers.py` lists, a file each.
+"""Implements the row optimizers that `job/optimizers.py` lists, a file each.
 
     train                   the rule in plain torch operations, in place; the others have its bits
     update                  the sum of the gradients and the rule, in compiled loops over fp32 rows on a CPU
@@ -10,7 +10,7 @@ Only the first is required: without the others, rows are gathered, trained by `t
 from importlib import import_module
 from types import ModuleType
 
-from rowcast.job.row_optimizers import ROW_OPTIMIZERS
+from rowcast.job.optimizers import ROW_OPTIMIZERS
 
 
 def having(function: str) -> dict[str, ModuleType]:

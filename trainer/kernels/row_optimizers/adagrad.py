@@ -16,7 +16,7 @@ from torch import Tensor
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
 from rowcast.trainer.kernels import Rule
-from rowcast.trainer.kernels.compiled_loops import (
+from rowcast.trainer.kernels.compiled_ops import (
     AHEAD,
     ROWS_AHEAD,
     Step,
