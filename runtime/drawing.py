@@ -19,7 +19,6 @@ HAIR = "#e4e4e4"
 # distinguishable with red-green colour blindness (Okabe and Ito)
 BLUE, ORANGE, GREEN, PINK, SKY, RED = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 PERCENT = "{x:.0%}"
-PIXELS = 72  # per inch, as in matplotlib's SVG
 NOT_NEEDED = re.compile(
     r'<\?xml.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(?::xlink)?="[^"]*"'
     r"| font-family: [^;]*;",
@@ -67,13 +66,13 @@ def save_plot(figure: Any, path: Path, dpi: int) -> None:
         ) from None
 
 
-def outer_ticks(axis: Any, factor: float, *, whole: bool) -> Any:
-    """Round multiples of `factor` from below what the axis shows to above it; f64 [n]."""
+def set_ticks(axis: Any, factor: float, suffix: str) -> None:
+    """Round multiples of `factor` over the axis, whose ends become ticks; each is labelled with the multiple."""
     from matplotlib.ticker import MaxNLocator
 
     low, high = axis.get_view_interval()
-    locator: Any = MaxNLocator(5, steps=[1, 2, 5, 10], integer=whole)
-    return factor * locator.tick_values(low / factor, high / factor)
+    ticks: Any = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low / factor, high / factor)
+    axis.set_ticks(factor * ticks, labels=[f"{tick:,.6g}{suffix}" for tick in ticks])
 
 
 def svg_text(figure: Any, name: str) -> str:

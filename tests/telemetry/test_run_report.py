@@ -21,7 +21,7 @@ from rowcast.trainer.report.charts import (
     MOST_POINTS,
     Chart,
     RunRecord,
-    auc_chart,
+    evaluation_charts,
     in_buckets,
     loss_chart,
     stalls_chart,
@@ -299,7 +299,7 @@ def test_values_that_are_not_finite_are_said_or_left_out_and_the_page_is_made() 
 
 def test_evaluations_with_labels_of_one_kind_have_no_auc() -> None:
     alone = [Evaluation(train_step=5, auc=None, logloss=0.5, accuracy=1.0)]
-    chart = auc_chart(replace(record(), evaluations=alone))
+    chart = evaluation_charts(replace(record(), evaluations=alone))[0]
     assert not chart.series
     assert "labels of one kind" in chart.caption
 

@@ -3,9 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from itertools import cycle, pairwise
-from math import ceil, floor, isfinite, log10
+from math import ceil, isfinite
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
@@ -13,7 +12,7 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F32, F64, I64
-from rowcast.runtime.drawing import PIXELS, dress, new_figure, outer_ticks, svg_text
+from rowcast.runtime.drawing import dress, new_figure, set_ticks, svg_text
 from rowcast.runtime.telemetry.format_numbers import UNITS, human_bytes, human_count, human_seconds
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.progress import HistoryMark
@@ -39,11 +38,16 @@ THEME = {  # colour -> the page's variable, which is another colour on a dark sc
 ONE, TWO, AREA_2, AREA_3, TEXT, MUTED, HAIR = THEME
 LINES = ({"color": ONE, "linewidth": 2}, {"color": TWO, "linewidth": 2, "linestyle": (0, (3, 2))})
 AREAS = ((ONE, "-"), (AREA_2, (0, (5, 3))), (AREA_3, (0, (1.5, 2.5))))
-WIDTH, HEIGHT, LEGEND_ROW = 440, 258, 19  # pixels
-LEFT, RIGHT, BOTTOM, TOP = 66, 20, 48, 14  # pixels around the axes
+LEGEND = {"fontsize": 12, "labelcolor": TEXT, "frameon": False, "borderpad": 0}
+INCHES = (6.1, 3.9)
 
 Unit = Literal["steps", "seconds", "count", "share", "bytes", "plain"]
-TIMES = ((86400, " d"), (3600, " h"), (60, " min"), (1, " s"))
+# what an axis counts if its end is at least twice as large, and how; of a share, the only one
+SCALES: dict[Unit, Sequence[tuple[float, str]]] = {
+    "seconds": ((86400, " d"), (3600, " h"), (60, " min"), (1, " s")),
+    "bytes": (*((size, f" {name}") for size, name in UNITS), (1, " B")),
+    "share": ((0.01, " %"),),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,40 +80,24 @@ class Chart:
 
     @property
     def svg(self) -> str:
-        """Drawn WIDTH pixels wide; a page scales it."""
-        figure = new_figure((1, 1), None)
-        axes = self._axes(figure)
-        names = axes.get_legend_handles_labels()[1]
-        rows = 1 if sum(map(len, names)) * 8 + 44 * len(names) < WIDTH else len(names)
-        height = HEIGHT + (LEGEND_ROW * rows if names else 0)
-        figure.set_size_inches(WIDTH / PIXELS, height / PIXELS)
-        axes.set_position((LEFT / WIDTH, BOTTOM / height, 1 - (LEFT + RIGHT) / WIDTH, (HEIGHT - BOTTOM - TOP) / height))
-        if names:
-            columns = len(names) if rows == 1 else 1
-            look = {"fontsize": 13, "labelcolor": TEXT, "frameon": False, "borderpad": 0, "borderaxespad": 0.2}
-            figure.legend(loc="upper left", ncols=columns, **look)
+        """A page scales it."""
+        figure = new_figure(INCHES)
+        axes = figure.subplots()
+        self.mark(axes)
+        axes.set(xlim=(0, self.x_end), ylim=self.y_range)
+        axes.set_xlabel(self.x_label, color=MUTED, fontsize=13)
+        for axis, unit, top in ((axes.xaxis, self.x_unit, self.x_end), (axes.yaxis, self.y_unit, self.y_range[1])):
+            factor, suffix = next((own for own in SCALES.get(unit, ()) if top >= 2 * own[0]), (1, ""))
+            set_ticks(axis, factor, suffix)
+        axes.set_xlim(0, self.x_end)
+        axes.tick_params(length=0, pad=8, labelsize=12, labelcolor=MUTED)
+        dress(axes, "y", ("top", "right", "left", "bottom"), HAIR)
+        if axes.get_legend_handles_labels()[1]:
+            figure.legend(loc="outside upper left", ncols=2, **LEGEND)
         drawn = svg_text(figure, self.title)
         for colour, variable in THEME.items():
             drawn = drawn.replace(colour, f"var({variable})")
         return drawn
-
-    def _axes(self, figure: Any) -> Any:
-        axes = figure.subplots()
-        self.mark(axes)
-        axes.set_xlim(0, self.x_end)
-        axes.set_ylim(*self.y_range)
-        axes.set_xlabel(self.x_label, color=MUTED, fontsize=13)
-        for axis, unit, top in ((axes.xaxis, self.x_unit, self.x_end), (axes.yaxis, self.y_unit, self.y_range[1])):
-            factor, suffix = scale(unit, top)
-            ticks = outer_ticks(axis, factor, whole=unit in ("steps", "bytes") and factor == 1)
-            decimals = max(0, -floor(log10((ticks[1] - ticks[0]) / factor) + 1e-9))
-            axis.set_ticks(ticks, labels=[tick_label(tick / factor, unit, decimals) + suffix for tick in ticks])
-            if axis is axes.yaxis:
-                axes.set_ylim(ticks[0], ticks[-1])
-        axes.set_xlim(0, self.x_end)
-        axes.tick_params(length=0, pad=10, labelsize=12, labelcolor=MUTED)
-        dress(axes, "y", ("top", "right", "left", "bottom"), HAIR)
-        return axes
 
     @property
     def text(self) -> str:
@@ -135,20 +123,6 @@ class Chart:
 def spread(number: int, most: int) -> I64:
     """Returns at most `most` of the first `number` whole numbers, evenly spread, the first and the last among them."""
     return np.unique(np.linspace(0, number - 1, min(most, number)).round().astype(np.int64))
-
-
-def scale(unit: Unit, top: float) -> tuple[float, str]:
-    """What the numbers at an axis count, and what follows them."""
-    if unit == "seconds":
-        return next((own for own in TIMES if top >= 2 * own[0]), TIMES[-1])
-    if unit == "bytes":
-        return next(((size, f" {name}") for size, name in UNITS if top >= size / 2), (1, " B"))
-    return (0.01, " %") if unit == "share" else (1, "")
-
-
-def tick_label(value: float, unit: Unit, decimals: int) -> str:
-    is_short = unit == "count" or (unit == "steps" and value > 10_000)
-    return human_count(value) if is_short else f"{value:,.{decimals}f}"
 
 
 def share(value: float) -> str:
@@ -247,45 +221,40 @@ def last_step(run: RunRecord) -> float:
     return float(max([len(run.losses), 1, *(evaluation.train_step for evaluation in run.evaluations)]))
 
 
-def auc_chart(run: RunRecord) -> Chart:
-    caption = "Area under the ROC curve on the evaluation samples: 0.5 is guessing, 1 is a perfect order."
-    if any(evaluation.tasks for evaluation in run.evaluations):
-        caption += " It is the mean of the AUCs of all labels."
-    return evaluation_chart(run, "AUC", caption, lambda evaluation: evaluation.auc)
-
-
-def other_charts(run: RunRecord) -> list[Chart]:
-    """One for each of several labels, and for each k of eval.ranks."""
+def evaluation_charts(run: RunRecord) -> list[Chart]:
+    """AUC and log loss, then a chart for each of several labels, and for each k of eval.ranks."""
     tasks, ranking = (run.evaluations[-1].tasks, run.evaluations[-1].ranking) if run.evaluations else ([], {})
+    is_own_loss = any(evaluation.is_own_loss for evaluation in run.evaluations if evaluation.logloss is not None)
+    title, what = "Log loss", "Mean binary cross entropy"
+    if is_own_loss:
+        title, what = "Loss of evaluations", "Mean of the model's own loss"
+    auc = "Area under the ROC curve on the evaluation samples: 0.5 is guessing, 1 is a perfect order."
+    mean = " It is the mean of the AUCs of all labels." if tasks else ""
+    loss = f"{what} on the evaluation samples; where it rises while the loss falls, the model overfits."
     known = "Area under the ROC curve on the evaluation samples whose label {} is known."
     best = "Mean over the positives of the evaluation; 1 is a positive that scores more than all other candidates."
-    of_tasks = [
-        evaluation_chart(run, f"AUC of {task.label}", known.format(task.label), partial(auc_of, index))
-        for index, task in enumerate(tasks)
+    return [
+        evaluation_chart(run, "AUC", auc + mean, [own.auc for own in run.evaluations]),
+        evaluation_chart(run, title, loss, [own.logloss for own in run.evaluations]),
+        *(
+            evaluation_chart(
+                run, f"AUC of {task.label}", known.format(task.label), [own.tasks[i].auc for own in run.evaluations]
+            )
+            for i, task in enumerate(tasks)
+        ),
+        *(
+            evaluation_chart(run, name.upper(), best, [own.ranking.get(name) for own in run.evaluations])
+            for name in ranking
+            if name.startswith("ndcg@")
+        ),
     ]
-    names = [name for name in ranking if name.startswith("ndcg@")]
-    return of_tasks + [evaluation_chart(run, name.upper(), best, partial(ranking_of, name)) for name in names]
 
 
-def auc_of(index: int, evaluation: Evaluation) -> float | None:
-    return evaluation.tasks[index].auc
-
-
-def ranking_of(name: str, evaluation: Evaluation) -> float | None:
-    return evaluation.ranking.get(name)
-
-
-def logloss_chart(run: RunRecord) -> Chart:
-    title, what = "Log loss", "Mean binary cross entropy"
-    if any(evaluation.is_own_loss for evaluation in run.evaluations if evaluation.logloss is not None):
-        title, what = "Loss of evaluations", "Mean of the model's own loss"
-    caption = f"{what} on the evaluation samples; where it rises while the loss falls, the model overfits."
-    return evaluation_chart(run, title, caption, lambda evaluation: evaluation.logloss)
-
-
-def evaluation_chart(run: RunRecord, title: str, caption: str, value: Callable[[Evaluation], float | None]) -> Chart:
-    values = [(own.train_step, value(own)) for own in run.evaluations]
-    found = np.array([(step, number) for step, number in values if number is not None and isfinite(number)], np.float64)
+def evaluation_chart(run: RunRecord, title: str, caption: str, values: Sequence[float | None]) -> Chart:
+    """`values`: of each evaluation."""
+    steps = [own.train_step for own in run.evaluations]
+    pairs = zip(steps, values, strict=True)
+    found = np.array([(step, number) for step, number in pairs if number is not None and isfinite(number)], np.float64)
     if not len(found):
         why = (
             "Every evaluation had labels of one kind only, outputs that are no logits, or a value that is not finite."
@@ -293,11 +262,11 @@ def evaluation_chart(run: RunRecord, title: str, caption: str, value: Callable[[
             else "No evaluation was made; data.eval_fraction makes some."
         )
         return Chart(title=title, caption=why)
-    steps, y = found[spread(len(found), MOST_POINTS)].T
+    x, y = found[spread(len(found), MOST_POINTS)].T
 
     def mark(axes: Any) -> None:
         dots = {"marker": "o", "markersize": 7} if len(y) <= MOST_DOTS else {}
-        axes.plot(steps, y, **LINES[0], **dots, clip_on=False, label="each evaluation")
+        axes.plot(x, y, **LINES[0], **dots, clip_on=False, label="each evaluation")
         mark_starts(axes, run)
 
     return Chart(
@@ -307,7 +276,7 @@ def evaluation_chart(run: RunRecord, title: str, caption: str, value: Callable[[
         x_label="train steps",
         x_end=last_step(run),
         y_range=with_room(float(y.min()), float(y.max())),
-        x=steps,
+        x=x,
         series={title: y},
     )
 

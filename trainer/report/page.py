@@ -21,12 +21,10 @@ from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.report.charts import (
     Chart,
     RunRecord,
-    auc_chart,
     bytes_chart,
+    evaluation_charts,
     hits_chart,
-    logloss_chart,
     loss_chart,
-    other_charts,
     samples_chart,
     share,
     stalls_chart,
@@ -130,7 +128,7 @@ def plot(chart: Chart) -> str:
 
 def charts(run: RunRecord) -> dict[str, list[Chart]]:
     return {
-        "Learning": [loss_chart(run), auc_chart(run), logloss_chart(run), *other_charts(run)],
+        "Learning": [loss_chart(run), *evaluation_charts(run)],
         "Speed": [samples_chart(run), stalls_chart(run)],
         "Cache and traffic": [hits_chart(run), bytes_chart(run)],
     }
