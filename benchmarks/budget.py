@@ -41,8 +41,7 @@ from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
 from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner, groupers_of
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.run.sizing import MOST_THREADS, automatic_threads
 from rowcast.prefetcher.stores import tracked_store

@@ -42,8 +42,7 @@ from benchmarks.machine import write_result
 from benchmarks.peers.turns import Seconds, Terms, initial_rows
 from benchmarks.planner import job
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 
 ROOT = Path(__file__).parent.parent
 PEER_PYTHON = Path(".venv-bench") / "bin" / "python"

@@ -31,8 +31,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import STORES, Redis, StoreWithTier
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import measure
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.redis_server import COMMAND, REASON, shared_server

@@ -26,8 +26,7 @@ import typer
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.parts import part_bounds
 from rowcast.runtime.stages import Stage

@@ -21,8 +21,7 @@ import torch
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol import plan
 from rowcast.protocol.plan import step_block
 from tests.support.batches import BAGS, OPTIMIZERS, slots_for, small_batches, small_job

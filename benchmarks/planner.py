@@ -39,8 +39,7 @@ from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import GroupPlanner
 from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import RowPlanner
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.stages import Part, Result, ThreadPool

@@ -28,8 +28,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.exchange import OwnRows, SharedRows, ShareOfBatch, own_rows
 from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.prefetcher.planner.key_lists import Unpacker, pack
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Lookups, ids_checksum
 from rowcast.protocol.parts import Rank, Shards, ids_of_samples, parts_of, samples_of
 from tests.support.exchange_oracle import assert_same, shared_rows_of

@@ -28,8 +28,7 @@ from torch import Tensor
 from benchmarks.exact import command, equal_bits, job_text
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.runtime.telemetry.logs import setup_logging
 from tests.recovery.ranked import LONGEST_LIFE_S, RANKS, RecoveringRanks
 from tests.recovery.restarted import Outcome, Recovering

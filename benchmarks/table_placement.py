@@ -30,8 +30,7 @@ from rowcast.job.tables import with_placements
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
 from rowcast.prefetcher.planner.placement import RECEIVED, SENT, Traffic, chosen, counted, everywhere
 from rowcast.prefetcher.readers.formats.synthetic import Zipf
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.runtime.arrays import GOLDEN, I64, mix
 

@@ -20,8 +20,7 @@ from rowcast.analysis.simulate.simulate import Simulation, simulate
 from rowcast.job.schema import Horizon, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 
 HORIZONS: tuple[Horizon, ...] = ("auto", 8, 32)
 

@@ -21,8 +21,7 @@ from rowcast.job.embedding_tables import Table
 from rowcast.job.file import load_job
 from rowcast.job.optimizers import SparseOptimizer, learning_rate
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.parts import belonging, part_of, part_seed
 from rowcast.runtime.machine import usable_cores

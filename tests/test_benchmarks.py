@@ -24,8 +24,7 @@ from benchmarks.training.steady import Turn
 from benchmarks.training.stock import Rows, StockRows
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Batch
 
 ROOT = Path(__file__).parent.parent

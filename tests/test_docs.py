@@ -60,8 +60,7 @@ def fields(struct: object) -> tuple[str, ...]:
 
 def test_the_custom_examples_train_together() -> None:
     from rowcast.job.tables import group_specs
-    from rowcast.prefetcher.readers.reader import open_reader
-    from rowcast.prefetcher.readers.schedule import schedule
+    from rowcast.prefetcher.readers.reader import open_reader, schedule
 
     overrides = (
         "data.format=examples.custom_data:open_batches",

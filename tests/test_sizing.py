@@ -15,8 +15,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.run import sizing
 from rowcast.prefetcher.run.sizing import (
     LEAST_RING_BYTES,

@@ -21,7 +21,6 @@ from rowcast.analysis.advise.cost import (
     probe_planning,
     probe_rows,
 )
-from rowcast.analysis.advise.curve import Trials, capacity_slots, rounded_up
 from rowcast.analysis.advise.read import Observed, observe, what_was_read
 from rowcast.analysis.advise.recommend import (
     Advice,
@@ -36,7 +35,7 @@ from rowcast.analysis.advise.recommend import (
     sections,
     toml,
 )
-from rowcast.analysis.advise.tiers import TierAdvice, TierTrials
+from rowcast.analysis.advise.tiers import TierAdvice, TierTrials, Trials, capacity_slots, rounded_up
 from rowcast.analysis.show import AnalysisProgress, ProgressBar, show
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import load_job
@@ -44,8 +43,7 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import Redis, StoreWithTier, Tiered
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.planner import SHARE
-from rowcast.prefetcher.readers.reader import Reader, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.prefetcher.readers.reader import Reader, expected_train_steps, open_reader, stream_columns
 from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.protocol.parts import belonging
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of

@@ -23,8 +23,8 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.analysis.advise.curve import Moved
 from rowcast.analysis.advise.read import Observed
+from rowcast.analysis.advise.tiers import Moved, stretches
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import Reader
@@ -182,12 +182,6 @@ def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand
         written @ write_s,
     ]
     return Demand(seconds=np.stack([stretches(of_stage, depth + 1) for of_stage in seconds]))
-
-
-def stretches(values: F64, length: int) -> F64:
-    """Returns the mean of each `length` consecutive values, or of all values if there are fewer."""
-    length = min(length, len(values))
-    return np.convolve(values, np.full(length, 1 / length), mode="valid")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES, id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.reader import Part, Pending, Reader, can_share
-from rowcast.prefetcher.readers.schedule import places
+from rowcast.prefetcher.readers.reader import Part, Pending, Reader, can_share, places
 from rowcast.protocol.batch import Batch, Kind, Lookups, Samples, Scheduled, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank, rank_of
 from rowcast.runtime.arrays import GOLDEN, I64, U64, mix

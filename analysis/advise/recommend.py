@@ -15,9 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rowcast.analysis.advise.cost import Assumed, CoresNeed, Demand, Rates, cost, demand
-from rowcast.analysis.advise.curve import Traffic, Trials
 from rowcast.analysis.advise.read import Observed, Read
-from rowcast.analysis.advise.tiers import MOST_WAITING, Budget, TierAdvice
+from rowcast.analysis.advise.tiers import MOST_WAITING, Budget, TierAdvice, Traffic, Trials
 from rowcast.analysis.show import CHOSEN, Part, table_of
 from rowcast.job.schema import Job
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent, percent_number, plural, size_text

@@ -28,9 +28,8 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.data_files import in_recorded_order, with_recorded_rule
 from rowcast.prefetcher.readers.id_check import check_id_types
-from rowcast.prefetcher.readers.reader import Reader, id_types, open_reader
-from rowcast.prefetcher.readers.schedule import schedule
-from rowcast.prefetcher.run.start import Decisions, check_continues, decide, placed, training_data
+from rowcast.prefetcher.readers.reader import Reader, id_types, open_reader, schedule
+from rowcast.prefetcher.run.sizing import Decisions, check_continues, decide, placed, training_data
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.parts import (
     BLOCK_BITS,

@@ -42,7 +42,7 @@ from rowcast.job.file import parse_job
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.models import build_model
-from rowcast.trainer.models.dense_step import owns_step
+from rowcast.trainer.models.job_model import owns_step
 content, num_dense = json.load(sys.stdin)
 job = parse_job(content)
 try:

@@ -16,7 +16,7 @@ from rowcast.prefetcher.planner.eviction import new_policy
 from rowcast.prefetcher.planner.group_planner import num_parts, planner_bytes
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.planner.planner import WHILE_FILLING
-from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.prefetcher.readers.reader import expected_train_steps
 from rowcast.prefetcher.run.sizing import stage_threads
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS

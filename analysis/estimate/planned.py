@@ -27,11 +27,9 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.placement import counted
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
-from rowcast.prefetcher.readers.reader import can_share, open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import can_share, open_reader, schedule
 from rowcast.prefetcher.readers.workers import LEAST_AHEAD, NUM_AHEAD
-from rowcast.prefetcher.run.sizing import job_levels, sizes, stage_threads
-from rowcast.prefetcher.run.start import placed
+from rowcast.prefetcher.run.sizing import job_levels, placed, sizes, stage_threads
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of, vectors_from, vectors_to

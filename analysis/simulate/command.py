@@ -17,8 +17,7 @@ from rowcast.analysis.simulate.simulate import simulate as simulated
 from rowcast.job.file import load_job
 from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job, check_shared
 from rowcast.prefetcher.planner.placement import Bytes, TableBytes
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
 from rowcast.runtime.drawing import check_plot

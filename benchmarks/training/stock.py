@@ -31,8 +31,7 @@ from rowcast.job.file import load_job
 from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec, table_specs
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.machine import usable_cores

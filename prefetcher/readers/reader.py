@@ -1,15 +1,27 @@
-"""Defines the interface of a reader, and opens a job's reader."""
+"""Defines the interface of a reader, and opens a job's reader.
 
-from collections.abc import Callable, Iterable, Iterator
+Orders the rows of an epoch, shuffled reproducibly, and the batches of a whole run: training batches epoch by epoch,
+with evaluations between them.
+
+places      Scheduled[Pending]     every batch, undecoded; the caller decodes the ones it needs
+schedule    ScheduledBatch         the same, decoded
+"""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Literal, Protocol, cast, runtime_checkable
 
+import numpy as np
+from msgspec.structs import replace
+
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.schema import Job
-from rowcast.protocol.batch import Batch, Kind, Lookups, Samples
+from rowcast.prefetcher.readers.columns import Ids
+from rowcast.protocol.batch import Batch, Kind, Lookups, Samples, Scheduled, ScheduledBatch, after
 from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.runtime.checkpoint_manifest import IdType
+from rowcast.runtime.checkpoint_manifest import IdType, Position
 
 Columns = Literal["all", "ids", "dense"]  # what a reader decodes: whole batches, or one half of each
 Part = Lookups | Samples
@@ -117,3 +129,124 @@ def decode_part(columns: Columns, samples: Callable[[], Samples], lookups: Calla
         return lookups()
     decoded = samples()
     return decoded if columns == "dense" else Batch.of(lookups(), decoded)
+
+
+def schedule(
+    job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
+) -> Iterator[ScheduledBatch]:
+    for place in places(job, reader, max_steps, start):
+        yield place.holding(whole_batch(place.batch))
+
+
+def places(
+    job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
+) -> Iterator[Scheduled[Pending]]:
+    """Yields every batch of a run from `start` on, in order, with steps counted over the whole run.
+
+    An evaluation follows each job.eval.every train steps and each epoch's training, once if the two coincide. Ends
+    after `max_steps` train steps, counted from the run's first, and the epoch's evaluation; yields nothing for 0.
+    """
+    return Schedule(job, reader, max_steps).batches(start or Position())
+
+
+def expected_train_steps(
+    job: Job, reader: Reader, max_steps: int | None = None, start: Position | None = None
+) -> int | None:
+    """Counts the train steps of the whole run, also before `start`; None if the reader does not know its batches."""
+    batches = num_batches(job, reader, "train")
+    if batches is None:
+        return None
+    at = start or Position()
+    steps = at.train_step + max(0, (job.data.epochs - at.epoch) * batches - at.train_batch)
+    return steps if max_steps is None else min(steps, max_steps)
+
+
+class Schedule:
+    def __init__(self, job: Job, reader: Reader, max_steps: int | None) -> None:
+        self._num_epochs, self._eval_every = job.data.epochs, job.eval.every
+        self._reader, self._max_steps = reader, max_steps
+
+    def batches(self, at: Position) -> Iterator[Scheduled[Pending]]:
+        while at.epoch < self._num_epochs and not self._is_spent(at):
+            at = yield from self._epoch(at)
+
+    def _is_spent(self, at: Position) -> bool:
+        """Returns whether the run ends here. No epoch starts without a train step left; a started epoch is still
+        evaluated."""
+        return at.train_batch == 0 and at.eval_batch is None and self._steps_left(at) == 0
+
+    def _epoch(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
+        evaluated = at.eval_batch is not None or self._eval_is_due(at)
+        at = yield from self._evaluation(at)
+        for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
+            following = after("train", at)
+            evaluated = self._eval_is_due(following)
+            if evaluated:
+                following = replace(following, eval_batch=0)
+            yield Scheduled(kind="train", position=at, following=following, batch=decode)
+            at = yield from self._evaluation(following)
+        if not evaluated:
+            at = yield from self._evaluation(replace(at, eval_batch=0))
+        return Position(step=at.step, train_step=at.train_step, epoch=at.epoch + 1)
+
+    def _evaluation(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
+        if at.eval_batch is None:
+            return at
+        for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
+            following = after("eval", at)
+            yield Scheduled(kind="eval", position=at, following=following, batch=decode)
+            at = following
+        return replace(at, eval_batch=None)
+
+    def _eval_is_due(self, at: Position) -> bool:
+        """Returns whether job.eval.every falls on the last train step. Outside an evaluation, that one was made."""
+        return self._eval_every > 0 and at.train_batch > 0 and at.train_step % self._eval_every == 0
+
+    def _steps_left(self, at: Position) -> int | None:
+        return None if self._max_steps is None else max(self._max_steps - at.train_step, 0)
+
+
+def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
+    """Returns i64 [num_rows]: row i of the shuffled block is row permutation[i] of the block. Philox is keyed by
+    seed, epoch and block."""
+    key = np.array([seed, epoch * 2**32 + block], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).permutation(num_rows).astype(np.int64, copy=False)
+
+
+class RowOrder:
+    """The order of one epoch's rows; each block of `window` rows is permuted by itself."""
+
+    def __init__(self, *, seed: int, epoch: int, num_rows: int, window: int | None) -> None:
+        """`window` None keeps the order; 0 makes one block of all rows."""
+        self._seed, self._epoch = seed, epoch
+        self._num_rows = num_rows
+        self._window = max(num_rows, 1) if window == 0 else window
+        self._last: tuple[int, Ids] | None = None
+
+    def rows(self, start: int, stop: int) -> Ids:
+        if self._window is None:
+            return np.arange(start, stop, dtype=np.int64)
+        parts = []
+        for block in self._blocks(start, stop):
+            first = block * self._window
+            parts.append(first + self._permutation(block)[max(start - first, 0) : stop - first])
+        return np.concatenate(parts)
+
+    def within(self, start: int, stop: int) -> range:
+        """Returns the span of these rows, or of the whole blocks that they come from."""
+        if self._window is None:
+            return range(start, stop)
+        blocks = self._blocks(start, stop)
+        return range(blocks[0] * self._window, min(blocks[-1] * self._window + self._window, self._num_rows))
+
+    def _blocks(self, start: int, stop: int) -> range:
+        assert self._window is not None, "only an order with a window has blocks"
+        return range(start // self._window, (stop - 1) // self._window + 1)
+
+    def _permutation(self, block: int) -> Ids:
+        # the last block is kept, because consecutive batches share it
+        if self._last is None or self._last[0] != block:
+            assert self._window is not None, "only an order with a window has blocks"
+            num_rows = min(self._window, self._num_rows - block * self._window)
+            self._last = block, block_permutation(self._seed, self._epoch, block, num_rows)
+        return self._last[1]

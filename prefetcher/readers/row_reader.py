@@ -20,8 +20,7 @@ from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import FileRows, Ids, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import eval_path, files_of, split_rows
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, decoding
-from rowcast.prefetcher.readers.reader import Columns, Part, Pending, decode_part, decoded
-from rowcast.prefetcher.readers.schedule import RowOrder
+from rowcast.prefetcher.readers.reader import Columns, Part, Pending, RowOrder, decode_part, decoded
 from rowcast.protocol.batch import Batch, Cut, Kind, Lookups, Samples
 from rowcast.protocol.parts import Rank, samples_of
 from rowcast.runtime.checkpoint_manifest import IdType

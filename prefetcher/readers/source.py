@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, id_types, num_batches
-from rowcast.prefetcher.readers.schedule import expected_train_steps
+from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, expected_train_steps, id_types, num_batches
 from rowcast.protocol.batch import (
     Batch,
     Cut,

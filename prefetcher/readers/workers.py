@@ -38,8 +38,7 @@ from structlog.typing import EventDict, WrappedLogger
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.data_files import FileState, file_state
-from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import places
+from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, places, stream_columns
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
 from rowcast.protocol.batch import Scheduled

@@ -39,8 +39,15 @@ from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Connection, Rings
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of, train_steps_of
-from rowcast.prefetcher.run.sizing import stage_threads
-from rowcast.prefetcher.run.start import Decisions, check_continues, data_checksums, decide, placed, training_data
+from rowcast.prefetcher.run.sizing import (
+    Decisions,
+    check_continues,
+    data_checksums,
+    decide,
+    placed,
+    stage_threads,
+    training_data,
+)
 from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
 from rowcast.prefetcher.run.tables import Tables, checksum_of
 from rowcast.prefetcher.run.warm_up import warm_up

@@ -9,6 +9,8 @@ more pieces.
 
 A store with a memory tier keeps two kinds of rows there: rows that the planner counts (`job_levels`), and rows that
 wait to leave until all rows of their step are home (`tier_reserve`).
+
+What the prefetcher of a run decides before its first step, and refuses. `rowcast check` asks the same.
 """
 
 import operator
@@ -18,15 +20,21 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from rowcast.job.embedding_tables import placement_of
 from rowcast.job.schema import MIN_RING_BYTES, Job
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import GroupSpec, aligned, batch_features
+from rowcast.job.tables import GroupSpec, aligned, batch_features, cuts, with_placements
+from rowcast.job.training_identity import check_belongs
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.capacity import Touched, hand_out, measure
+from rowcast.prefetcher.pipeline.batch_checksums import check_first, file_checksums
+from rowcast.prefetcher.planner.capacity import Touched, hand_out, measure, slots_of
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.grouping import JointGrouper
+from rowcast.prefetcher.planner.placement import Traffic, chosen
 from rowcast.prefetcher.planner.planner import Slots
+from rowcast.prefetcher.readers.data_files import sampled
+from rowcast.prefetcher.readers.source import SourceInfo
 from rowcast.prefetcher.stores.row_loops import stored_bytes
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
 from rowcast.protocol.arrange import MOST_ORDERED
@@ -44,9 +52,11 @@ from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory
+from rowcast.runtime.checkpoint_manifest import Manifest, ManifestOfVersion3, TrainingData
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import usable_cores
 from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.runtime.telemetry.logs import get_logger
 
 LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
@@ -295,3 +305,72 @@ def tier_parts(job: Job, groups: tuple[GroupSpec, ...], slots: Sequence[int], ri
         f"an index of {index_rows} rows": index_rows * INDEX_BYTES,
         "buffers": len(groups) * TIER_BUFFER_BYTES,
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decisions:
+    """Of one rank, from the first batches of the run."""
+
+    slots: Slots  # of each group, on the device
+    levels: tuple[Slots, ...]  # from the device down: the rows of a memory tier too
+    memory_rows: tuple[Slots, ...]  # for each level below the device: its rows, and room for those that wait to leave
+    sizes: Sizes
+
+
+def decide(job: Job, groups: tuple[GroupSpec, ...], measured: Sequence[ScheduledBatch], rank: Rank) -> Decisions:
+    """`measured`: at most the first MEASURED_BATCHES of the run. Raises ConfigError where cache, memory tier or rings
+    do not fit."""
+    touched = measure(groups, measured, rank)
+    slots = slots_of(job, groups, touched)
+    of_rings = sizes(job, groups, measured, job.lookahead.depth, rank)
+    levels = job_levels(job, groups, touched, slots, lambda: of_rings)
+    return Decisions(
+        slots=slots,
+        levels=levels,
+        memory_rows=tuple(tier_rows(job, groups, touched, in_memory) for in_memory in levels[1:]),
+        sizes=of_rings,
+    )
+
+
+def placed(job: Job, newest: Manifest | None, count: Callable[[], Traffic]) -> Job:
+    """Returns the job with every table placed. `newest`: where the run continues. `count`: counts the batches that
+    follow.
+
+    What is left to `auto` stays as that checkpoint has it, if as many ranks wrote it, so that all attempts of a run
+    place tables alike."""
+    own = [table.placement for table in job.tables]
+    if "auto" not in own:
+        return job
+    if newest is not None and len(newest.shards) == job.ranks.count and own == placements_of(newest):
+        kept = [len(held) for held in newest.points or ((),) * len(own)]
+        # the cache may be set otherwise since
+        if all(pieces < 2 or pieces in cuts(job, table) for table, pieces in zip(job.tables, kept, strict=True)):
+            return with_placements(job, [placement_of(pieces) for pieces in kept])
+    return with_placements(job, chosen(job, count()))
+
+
+def placements_of(checkpoint: Manifest) -> list[str]:
+    """As its job file had them."""
+    return [table.get("placement", "rows") for table in checkpoint.job["tables"]]
+
+
+def training_data(dense_names: Sequence[str], paths: Sequence[Path]) -> TrainingData:
+    return TrainingData(files=sampled(paths), num_dense=len(dense_names), dense_columns=tuple(dense_names))
+
+
+def data_checksums(data: TrainingData, info: SourceInfo) -> dict[str, str]:
+    """What ranks compare before the first step, besides their first batches."""
+    epoch = f"{info.num_train} {info.num_eval} {info.epoch_batches}"
+    return {**file_checksums(data.files), "the length of an epoch": epoch}
+
+
+def check_continues(
+    newest: Manifest, job: Job, data: TrainingData, measured: Sequence[ScheduledBatch], rank: Rank
+) -> None:
+    """Raises if the checkpoint belongs to another job or to other data. `measured`: the batches that follow it."""
+    if not newest.is_import and not newest.machine.threads:
+        get_logger().warning("an older version made this checkpoint: its number of torch threads is not known")
+    check_belongs(newest, job, data)
+    if isinstance(newest, ManifestOfVersion3):
+        get_logger().warning("an older version made this checkpoint: only the sizes of data files are compared")
+    check_first(measured, rank, belonging(job), newest.known_ahead(rank.parts))

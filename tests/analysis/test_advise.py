@@ -28,12 +28,10 @@ from rowcast.analysis.advise.cost import (
     demand,
     probe_planning,
     probe_rows,
-    stretches,
 )
-from rowcast.analysis.advise.curve import moved, round_capacities, rounded_up, smallest_capacity
 from rowcast.analysis.advise.read import Observed, followed, group_shares, observe, thinned
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee, parts, sentences
-from rowcast.analysis.advise.tiers import TierTrials
+from rowcast.analysis.advise.tiers import TierTrials, moved, round_capacities, rounded_up, smallest_capacity, stretches
 from rowcast.analysis.scan.steps import StepRows
 from rowcast.analysis.show import AnalysisProgress, tell
 from rowcast.analysis.simulate.grid import Grid, with_values
@@ -48,8 +46,7 @@ from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, schedule, stream_columns
 from rowcast.protocol.batch import Batch, Kind
 from rowcast.protocol.parts import Rank, belonging
 from rowcast.runtime.arrays import GOLDEN

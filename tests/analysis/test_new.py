@@ -21,8 +21,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers import text_files
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.runtime.errors import ConfigError
 from tests.support.batches import slots_for
 from tests.support.driver import InProcessRun, Settings

@@ -16,8 +16,7 @@ from rowcast.analysis.simulate.simulate import Simulation, StepArrays, simulate
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import measure, slots_of
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.protocol.batch import ScheduledBatch

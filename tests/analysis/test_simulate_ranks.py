@@ -19,8 +19,7 @@ from rowcast.prefetcher.planner.capacity import measure, slots_of
 from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
 from rowcast.prefetcher.planner.planner import groupers_of
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Lookups, ScheduledBatch
 from rowcast.protocol.parts import Rank, Shards, parts_of
 from rowcast.runtime.errors import ConfigError

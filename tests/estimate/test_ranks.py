@@ -12,8 +12,7 @@ from rowcast.analysis.estimate.rates_file import DeviceRates, KernelRates
 from rowcast.analysis.scan.steps import GroupShares, Sharing
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, with_placements
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.parts import owner_of
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts

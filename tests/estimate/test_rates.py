@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from rowcast.analysis.estimate.estimate import OF_HOST
 from rowcast.analysis.estimate.planned import plan_job
 from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates.exchange import exchange_kernels
 from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, Stopwatch, measure, measured, model_shapes
-from rowcast.analysis.estimate.rates.overheads import overheads, seconds_of
+from rowcast.analysis.estimate.rates.overheads import exchange_kernels, overheads, seconds_of
 from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,

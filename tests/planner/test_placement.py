@@ -13,7 +13,7 @@ from rowcast.job.embedding_tables import Placement
 from rowcast.job.schema import Job
 from rowcast.job.tables import ITEM_BYTES, KEY_SHIFT, group_specs, possible_groups, with_placements
 from rowcast.prefetcher.planner.placement import Traffic, chosen, counted
-from rowcast.prefetcher.run.start import placed as settled
+from rowcast.prefetcher.run.sizing import placed as settled
 from rowcast.protocol.batch import Batch, Lookups, ScheduledBatch
 from rowcast.protocol.parts import Shards, owner_of, part_bounds
 from rowcast.runtime.checkpoint_manifest import MANIFEST_VERSION, Manifest, Position, RowLayer, ShardLayers

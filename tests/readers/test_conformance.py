@@ -12,8 +12,7 @@ from rowcast.job.formats import FORMATS
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import text_files as text
 from rowcast.prefetcher.readers.formats import parquet
-from rowcast.prefetcher.readers.reader import Columns, Part, can_share, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import Columns, Part, can_share, open_reader, schedule, stream_columns
 from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
 from rowcast.protocol.batch import Batch, Kind, Scheduled, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position

@@ -11,9 +11,8 @@ import pytest
 
 from rowcast.analysis.new.files import look_at
 from rowcast.analysis.show import AnalysisProgress
-from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.reader import Reader, block_permutation, open_reader, schedule
 from rowcast.prefetcher.readers.row_reader import RowReader
-from rowcast.prefetcher.readers.schedule import block_permutation, schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, decode_share
 from rowcast.protocol.batch import Batch, Samples
 from rowcast.protocol.parts import UNDIVIDED

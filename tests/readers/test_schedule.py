@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, open_reader
-from rowcast.prefetcher.readers.schedule import expected_train_steps, schedule
+from rowcast.prefetcher.readers.reader import Pending, Reader, decoded, expected_train_steps, open_reader, schedule
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Position
 from tests.support.data_files import make_job, same_batch

@@ -12,8 +12,7 @@ import pytest
 import structlog
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.readers.polling import (

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rowcast.job.file import load_job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from tests.recovery.restarted import ROLES, Outcome, Recovering, Role, end_well
 from tests.support.processes import ROOT, Session
 from tests.support.repeats import count

@@ -13,8 +13,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints import snapshot
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.stores import tiered_store
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.protocol.batch import ScheduledBatch

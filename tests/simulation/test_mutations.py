@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import rowcast.prefetcher.run.tables
-import rowcast.trainer.models.dense_step
+import rowcast.trainer.models.job_model
 import rowcast.trainer.models.runner
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_chosen
@@ -78,7 +78,7 @@ def forget_losses(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_the_dense_optimizer(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rowcast.trainer.models.dense_step, "restore_optimizer", lambda model, optimizer, tensors: None)
+    patch.setattr(rowcast.trainer.models.job_model, "restore_optimizer", lambda model, optimizer, tensors: None)
 
 
 def forget_random_state(patch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,7 @@ from torch import Tensor
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from tests.support.driver import InProcessRun, start_state
 from tests.support.full_capacity import bits
 from tests.support.processes import Session

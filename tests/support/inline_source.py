@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from rowcast.job.schema import Job
-from rowcast.prefetcher.readers.reader import Part, Pending, Reader, open_reader, stream_columns
-from rowcast.prefetcher.readers.schedule import places
+from rowcast.prefetcher.readers.reader import Part, Pending, Reader, open_reader, places, stream_columns
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
 from rowcast.prefetcher.readers.workers import DecoderShare
 from rowcast.protocol.batch import Scheduled

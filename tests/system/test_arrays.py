@@ -13,8 +13,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.codec import decode
 from rowcast.protocol.messages import PlanReady, StepHeader

@@ -17,7 +17,7 @@ from rowcast.prefetcher.pipeline.batch_checksums import (
 )
 from rowcast.prefetcher.readers.data_files import sampled
 from rowcast.prefetcher.readers.source import RankSource, SourceInfo
-from rowcast.prefetcher.run.start import data_checksums
+from rowcast.prefetcher.run.sizing import data_checksums
 from rowcast.protocol.batch import Batch, Kind, Samples, Scheduled, ScheduledBatch, after
 from rowcast.protocol.parts import Belonging, Rank, own_parts
 from rowcast.runtime.checkpoint_manifest import BatchChecksum, DataFile, Position, TrainingData

@@ -9,8 +9,7 @@ import pytest
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.run.sizing import job_levels, sizes, tier_rows
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tiered_store import TieredStore

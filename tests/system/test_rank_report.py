@@ -11,8 +11,7 @@ from rowcast.analysis.simulate.ranks import simulate_ranks
 from rowcast.analysis.timeline.timeline import read_pairs
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.jobs import table
 from tests.support.processes import Session

@@ -6,8 +6,7 @@ import pytest
 
 from rowcast.job.file import load_job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.messages import StopRequest
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models.job_model import JobModel

@@ -14,8 +14,7 @@ from rowcast.analysis.check.memory import check_memory
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError, Diverged
-from rowcast.trainer.models.dense_step import OptimizerStep, dense_step
-from rowcast.trainer.models.job_model import JobModel
+from rowcast.trainer.models.job_model import JobModel, OptimizerStep, dense_step
 from rowcast.trainer.models.model_state import require_finite
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.page import job_sections

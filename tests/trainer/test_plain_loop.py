@@ -9,8 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.plain_loop import main, run_plain_loop
 from rowcast.job.file import load_job
-from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.readers.schedule import schedule
+from rowcast.prefetcher.readers.reader import open_reader, schedule
 from tests.support.full_capacity import assert_equal_to_plain_loop, make_job, random_start, table
 
 CONCATENATED = {"kind": "tests.support.full_capacity:Concatenated"}

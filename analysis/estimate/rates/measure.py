@@ -32,8 +32,7 @@ from torch import Tensor
 from typer import Option
 
 from rowcast.analysis.estimate.planned import DENSE_SUMS
-from rowcast.analysis.estimate.rates.exchange import exchange_kernels
-from rowcast.analysis.estimate.rates.overheads import BATCHES, NUM_DENSE, overheads, small_job
+from rowcast.analysis.estimate.rates.overheads import BATCHES, NUM_DENSE, exchange_kernels, overheads, small_job
 from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,
