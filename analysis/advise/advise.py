@@ -11,7 +11,6 @@ from typing import Annotated
 
 from typer import Option
 
-from rowcast.analysis.advise.cold_rates import disk_rate, server_rate
 from rowcast.analysis.advise.cost import (
     Assumed,
     Rates,
@@ -40,7 +39,7 @@ from rowcast.analysis.show import AnalysisProgress, ProgressBar, show
 from rowcast.analysis.simulate.grid import with_values
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.job.stores import Redis, StoreWithTier, Tiered
+from rowcast.job.stores import StoreWithTier
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.planner import SHARE
 from rowcast.prefetcher.readers.reader import Reader, expected_train_steps, open_reader, stream_columns
@@ -70,12 +69,15 @@ class AdviseOptions:
     gather_gbs: Annotated[
         float | None, Option(help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
     ] = None
+    cold_rows_s: Annotated[
+        float | None, Option(help="Rows/s that the store's disk or servers give.", show_default="50000")
+    ] = None
     json: AsJson = False
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"--sample {self.sample}: give a share above 0, at most 1")
-        for name in ("step_ms", "link_gbs", "gather_gbs"):
+        for name in ("step_ms", "link_gbs", "gather_gbs", "cold_rows_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
@@ -130,7 +132,7 @@ class Adviser:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
         self._progress = progress
         self._least_bytes = trials.smallest * (1 if request.max_steps is None else LARGER_BATCH)
-        self._step_ms = request.step_ms or STEP_MS
+        self._step_ms, self._cold_rows_s = request.step_ms or STEP_MS, request.cold_rows_s
         self._assumed = assumed(request, observed, rates)
         self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
 
@@ -169,9 +171,7 @@ class Adviser:
         # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
         smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
         trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
-        if isinstance(store, Redis):
-            return trials.advice(server_rate(self._job, self._observed.groups), free_memory())
-        return trials.advice(disk_rate(self._job.table_folder) if isinstance(store, Tiered) else None, free_memory())
+        return trials.advice(self._cold_rows_s, free_memory())
 
     def _own_capacity(self) -> int:
         rows, groups = self._job.cache.capacity_rows, self._observed.groups

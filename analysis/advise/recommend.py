@@ -251,8 +251,8 @@ def tier_table(tier: TierAdvice) -> Table:
         "rows in\nmemory": lambda budget: f"{budget.memory_rows:,}",
         "rows\nenter": lambda budget: f"{budget.rows_entered_per_step:,.0f}",
         "from the\ncold tier": lambda budget: f"{budget.rows_from_cold_per_step:,.0f}",
-        f"of the\n{cold_tier(tier)}": lambda budget: "" if budget.disk_share is None else percent(budget.disk_share),
-        "waits": lambda budget: "" if budget.waits is None else percent(budget.waits),
+        "of its\nrate": lambda budget: percent(budget.cold_share),
+        "waits": lambda budget: percent(budget.waits),
     }
 
     def chosen(budget: Budget) -> bool:
@@ -261,33 +261,18 @@ def tier_table(tier: TierAdvice) -> Table:
     return table_of(tier.budgets, marked(columns, chosen), left=("store.memory",), chosen=chosen)
 
 
-def cold_tier(tier: TierAdvice) -> str:
-    return "disk" if tier.server is None else "servers"
-
-
 def tier_sentences(tier: TierAdvice, step_ms: float) -> Iterator[str]:
-    if tier.disk is not None and tier.disk.pages_s is not None:
-        yield (
-            f"The disk of {tier.disk.folder} reads {tier.disk.pages_s:,.0f} random pages of 4 KiB a second past the "
-            f"page cache; waits are those of steps of {step_ms:g} ms, if it does nothing else"
-        )
-    elif tier.disk is not None:
-        yield f"The disk was not measured, so waits are unknown: {tier.disk.why_not}"
-    elif tier.server is not None and tier.server.row_us is not None:
-        rates = " and ".join(f"{1e6 / us:,.0f}" for us in tier.server.row_us)
-        yield (
-            f"{', '.join(tier.server.servers)}: {rates} rows a second (of each group) are read and written again, "
-            f"{tier.server.rows_a_call:,} at a time; a round trip takes {tier.server.round_trip_ms:.2g} ms; waits are "
-            f"those of steps of {step_ms:g} ms, if the servers do nothing else"
-        )
-    elif tier.server is not None:
-        yield f"The servers were not measured, so waits are unknown: {tier.server.why_not}"
+    given = "" if tier.cold_rows_given else ", an assumption (--cold-rows-s)"
+    yield (
+        f"Waits are those of steps of {step_ms:g} ms, with a cold tier that gives {tier.cold_rows_s:,.0f} rows a second"
+        f"{given}"
+    )
     if not tier.budgets:
         yield "No memory that this machine has is enough for this store; see `rowcast check`"
-    elif tier.recommended is None and tier.budgets[-1].waits is not None:
+    elif tier.recommended is None:
         yield (
-            f"Every one of these waits for the {cold_tier(tier)} {100 * MOST_WAITING:g} % of the time or longer: use "
-            f"a faster {'disk' if tier.server is None else 'network or more servers'}, or a machine with more memory"
+            f"Every one of these waits for the cold tier {100 * MOST_WAITING:g} % of the time or longer: use a faster "
+            "disk or network, more servers, or a machine with more memory"
         )
     margin = max((budget.margin for budget in tier.budgets), default=0.0)
     if margin:

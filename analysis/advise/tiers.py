@@ -22,20 +22,17 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.analysis.advise.cold_rates import DiskRate, ServerRate
 from rowcast.analysis.advise.read import NUM_PARTS, Observed, part_counts, scaled_slots
 from rowcast.analysis.show import AnalysisProgress, Tick
 from rowcast.analysis.simulate.grid import with_memory, with_values, without_tier
 from rowcast.analysis.simulate.moves import Moves, planned_moves
 from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.capacity import divide_capacity
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.planner.planner import RowPlanner, Slots, job_planner
 from rowcast.prefetcher.run.sizing import job_levels, sizes
-from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.runtime.arrays import F64, I64
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, size_text
@@ -203,8 +200,7 @@ def traffic(observed: Observed, moves: Moved) -> Traffic:
 MOST_WAITING = 0.01  # the largest share of the time that steps may wait with the memory that is recommended
 MOST_BUDGETS = 12
 LEAST_MEMORY = 2**20
-READ_BYTES = 4096  # what the disk was measured with
-Rate = DiskRate | ServerRate | None  # the cold tier's; None if it could not be measured
+COLD_ROWS_S = 50_000.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,15 +211,15 @@ class Budget:
     rows_from_cold_per_step: float
     rows_from_cold: int  # by the whole run
     margin: float  # three standard errors of the rows from the cold tier, relative
-    disk_share: float | None  # how much of the disk's or servers' rate steps of the assumed time use; None: unmeasured
-    waits: float | None  # share of the time for which steps wait for the disk or the servers
+    cold_share: float  # how much of the cold tier's rate steps of the assumed time use
+    waits: float  # share of the time for which steps wait for the cold tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierAdvice:
     kind: str  # store.kind
-    disk: DiskRate | None  # None: the cold tier is no disk of this machine
-    server: ServerRate | None  # None: the cold tier is no server
+    cold_rows_s: float  # that the cold tier reads, given or assumed
+    cold_rows_given: bool
     budgets: tuple[Budget, ...]  # ascending
     recommended: Budget | None  # the smallest that waits for less than MOST_WAITING; None: none of them
 
@@ -239,14 +235,16 @@ class TierTrials:
         self._job = with_values(job, {**values, "lookahead": {"horizon": "auto"}})
         self._slots = capacity_slots(observed, capacity_bytes)
 
-    def advice(self, rate: Rate, memory_bytes: float) -> TierAdvice:
-        """`memory_bytes`: no larger memory is tried, unless it is the smallest that works."""
+    def advice(self, cold_rows_s: float | None, memory_bytes: float) -> TierAdvice:
+        """`cold_rows_s`: None: COLD_ROWS_S. `memory_bytes`: no larger memory is tried, unless it is the smallest that
+        works."""
+        rate = cold_rows_s or COLD_ROWS_S
         budgets = tuple(self._budget(memory, rate) for memory in self._memories(memory_bytes))
-        enough = (budget for budget in budgets if budget.waits is not None and budget.waits < MOST_WAITING)
+        enough = (budget for budget in budgets if budget.waits < MOST_WAITING)
         return TierAdvice(
             kind=self._job.store.kind,
-            disk=rate if isinstance(rate, DiskRate) else None,
-            server=rate if isinstance(rate, ServerRate) else None,
+            cold_rows_s=rate,
+            cold_rows_given=cold_rows_s is not None,
             budgets=budgets,
             recommended=next(enough, None),
         )
@@ -278,15 +276,12 @@ class TierTrials:
         except ConfigError:
             return None
 
-    def _budget(self, memory: str | int, rate: Rate) -> Budget:
+    def _budget(self, memory: str | int, cold_rows_s: float) -> Budget:
         observed, slots = self._observed, self._tier_slots(memory)
         assert slots is not None, f"a memory of {memory} was tried although it does not work"
         entered, from_cold, error = self._moved(with_memory(self._job, memory), slots)
         total = float(from_cold.sum())
-        share, waits = None, None
-        row_s = seconds_a_row(rate, observed.groups)
-        if row_s is not None:
-            share, waits = self.use(from_cold @ row_s)
+        share, waits = self.use(from_cold.sum(axis=1) / cold_rows_s)
         return Budget(
             memory=str(memory),
             memory_rows=sum(slots),
@@ -294,7 +289,7 @@ class TierTrials:
             rows_from_cold_per_step=total / len(observed),
             rows_from_cold=round(total),
             margin=ERRORS * float(np.sqrt((error**2).sum())) / total if total else 0.0,
-            disk_share=share,
+            cold_share=share,
             waits=waits,
         )
 
@@ -329,14 +324,3 @@ class TierTrials:
         share = followed / all_rows
         id_bytes = int(share * parse_bytes(job.lookahead.id_bytes))
         return with_values(job, {"lookahead": {"id_bytes": id_bytes, "bundle": 1}})
-
-
-def seconds_a_row(rate: Rate, groups: tuple[GroupSpec, ...]) -> F64 | None:
-    """Returns the seconds for a row of each group, [G]; None if they were not measured."""
-    match rate:
-        case DiskRate(pages_s=float(pages_s)):
-            reads = [page_layout(group.record_bytes).nbytes // READ_BYTES for group in groups]
-            return np.array(reads) / pages_s
-        case ServerRate(row_us=tuple(row_us)):
-            return np.array(row_us) / 1e6
-    return None

@@ -131,7 +131,6 @@ def test_what_is_missing_is_missing(tmp_path: Path) -> None:
 PRODUCT = ("runtime", "job", "protocol", "prefetcher", "trainer", "serving", "analysis", "deploy")
 VALUES = {ast.Constant, ast.List, ast.Dict, ast.Tuple}
 MEANT = {  # function: why no harm is done
-    "analysis/advise/cold_rates.py: past_the_cache": "the file system cannot do it, which is told",
     "prefetcher/checkpoints/folder.py: softly": "told as a warning; nothing is removed",
     "prefetcher/readers/copies.py: find": "the file is copied again",
     "protocol/transport/callers.py: _name_of": "a caller is refused, and comes again",
