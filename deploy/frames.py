@@ -23,8 +23,7 @@ from rowcast.prefetcher.readers.formats.criteo_tsv import hash_columns, logarith
 from rowcast.prefetcher.readers.formats.csv import Cell, split_cells, without_empty
 from rowcast.prefetcher.readers.hashed_ids import can_hash, is_all_missing, is_text, text_of, type_of
 from rowcast.prefetcher.readers.id_check import IdCheck, job_features, row_location
-from rowcast.prefetcher.readers.negatives import DrawingReader, job_of_files
-from rowcast.prefetcher.readers.reader import Reader
+from rowcast.prefetcher.readers.reader import DrawingReader, Reader, job_of_files
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.errors import DataError

@@ -217,9 +217,9 @@ class BuiltInModel:
 NEXT_ITEM = "history, positives and candidates are features of one table"
 BUILT_IN_MODELS = {
     "dlrm": BuiltInModel(f"{MODELS}.dlrm:DLRM", DLRMSettings, {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ONE}),
-    "dcnv2": BuiltInModel(f"{MODELS}.dcnv2:DCNv2", DCNv2Settings, {"bottom_mlp": ANY, "top_mlp": ONE}),
+    "dcnv2": BuiltInModel(f"{MODELS}.dlrm:DCNv2", DCNv2Settings, {"bottom_mlp": ANY, "top_mlp": ONE}),
     "tbsm": BuiltInModel(
-        f"{MODELS}.tbsm:TBSM",
+        f"{MODELS}.din:TBSM",
         TBSMSettings,
         {"bottom_mlp": EMBEDDING_DIM, "top_mlp": ANY, "final_mlp": ONE},
         sequences="the last entry of a sequence is the target, the entries before it are the history",
@@ -227,10 +227,10 @@ BUILT_IN_MODELS = {
     "din": BuiltInModel(
         f"{MODELS}.din:DIN", DINSettings, {"top_mlp": ONE}, sequences="a history and its target are features of it"
     ),
-    "wide-deep": BuiltInModel(f"{MODELS}.wide_deep:WideDeep", Top, {"top_mlp": ONE}, linear=True),
-    "deepfm": BuiltInModel(f"{MODELS}.wide_deep:DeepFM", Top, {"top_mlp": ONE}, linear=True, one_width=True),
-    "sasrec": BuiltInModel(f"{MODELS}.sasrec:SASRec", NextItemSettings, sequences=NEXT_ITEM),
-    "hstu": BuiltInModel(f"{MODELS}.hstu:HSTU", NextItemSettings, sequences=NEXT_ITEM),
+    "wide-deep": BuiltInModel(f"{MODELS}.dlrm:WideDeep", Top, {"top_mlp": ONE}, linear=True),
+    "deepfm": BuiltInModel(f"{MODELS}.dlrm:DeepFM", Top, {"top_mlp": ONE}, linear=True, one_width=True),
+    "sasrec": BuiltInModel(f"{MODELS}.next_item:SASRec", NextItemSettings, sequences=NEXT_ITEM),
+    "hstu": BuiltInModel(f"{MODELS}.next_item:HSTU", NextItemSettings, sequences=NEXT_ITEM),
     "two-tower": BuiltInModel(f"{MODELS}.two_tower:TwoTower", TwoTowerSettings, {"user_mlp": ANY, "item_mlp": ANY}),
 }
 Model.kinds = Kinds(BUILT_IN_MODELS, custom=BottomAndTop)

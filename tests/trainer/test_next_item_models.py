@@ -11,8 +11,7 @@ from torch.nn.functional import layer_norm, silu
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Sequences
-from rowcast.trainer.models.hstu import time_classes
-from rowcast.trainer.models.next_item import NextItemModel, Scores
+from rowcast.trainer.models.next_item import NextItemModel, Scores, time_classes
 from tests.support.facts import facts
 from tests.support.next_item import HEADS, ITEMS, KINDS, LENGTH, WIDTH, job_of
 

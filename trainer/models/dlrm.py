@@ -1,6 +1,20 @@
 """DLRM: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems.
 
 arXiv 1906.00091. Other models build their stacks of linear layers with the same initial values.
+
+DCNv2 with cross layers of low rank, as in MLPerf's DLRM-DCNv2: Wang et al., DCN V2 (arXiv 2008.13535).
+
+dense -> bottom MLP -+
+                     cat = x_0 -> cross layers -> top MLP -> logit
+embeddings ----------+            x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l
+
+Wide & Deep (Cheng et al., arXiv 1606.07792) and DeepFM (Guo et al., arXiv 1703.04247).
+
+dense, embeddings -> MLP ------------------+
+embeddings -> products of all pairs (FM) --+-> sum -> logit
+linear weights, dense -> sum --------------+
+
+Wide & Deep has no products. The wide part of a feature is the linear weight of its row, from the same look-up.
 """
 
 import itertools
@@ -10,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from rowcast.job.models import BottomAndTop, DLRMSettings
+from rowcast.job.models import BottomAndTop, DCNv2Settings, DLRMSettings, Top
 from rowcast.job.schema import Job
 from rowcast.trainer.kernels.choose import choose_interaction
 from rowcast.trainer.kernels.interaction import Interaction
@@ -112,3 +126,74 @@ class FusedInteraction(torch.autograd.Function):
 def features_of(embeddings: Sequence[Tensor]) -> Tensor:
     """Returns f32 [F, B, D]."""
     return joined(embeddings).view(len(embeddings), *embeddings[0].shape)
+
+
+class DCNv2(nn.Module):
+    """Bottom MLP, cross network over the concatenation, top MLP. Embeddings may have any widths.
+
+    Parameters are `bottom_mlp.<n>.weight` and so on as in DLRM, and for cross layer l `cross.<l>.v.weight`
+    [rank, width], `cross.<l>.w.weight` [width, rank] and `cross.<l>.w.bias` [width]."""
+
+    def __init__(self, job: Job, num_dense: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(job.job.seed)
+        assert isinstance(job.model, DCNv2Settings)
+        width = job.model.bottom_mlp[-1] + sum(table.embedding_dim * len(table.features) for table in job.tables)
+        self.bottom_mlp = linear_layers([num_dense, *job.model.bottom_mlp], generator)
+        self.cross = nn.ModuleList(
+            LowRankCross(width, job.model.cross_rank, generator) for _ in range(job.model.cross_layers)
+        )
+        self.top_mlp = linear_layers([width, *job.model.top_mlp], generator)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
+        first = crossed = torch.cat([relu_layers(self.bottom_mlp, dense), *embeddings], dim=1)
+        for layer in self.cross:
+            crossed = layer(first, crossed)
+        return logits_of(self.top_mlp, crossed)
+
+
+class LowRankCross(nn.Module):
+    """One cross layer, initialised as TorchRec's LowRankCrossNet: Xavier normal matrices, a bias of zeros."""
+
+    def __init__(self, width: int, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.v = EmptyLinear(width, rank, bias=False, device="cpu")
+        self.w = EmptyLinear(rank, width, device="cpu")
+        for matrix in (self.v.weight, self.w.weight):
+            nn.init.xavier_normal_(matrix, generator=generator)
+        nn.init.zeros_(self.w.bias)
+
+    def forward(self, first: Tensor, crossed: Tensor) -> Tensor:
+        """x_0 and x_l f32 [B, width] -> x_{l+1}."""
+        product: Tensor = first * self.w(self.v(crossed))
+        return product + crossed
+
+
+class WideDeep(nn.Module):
+    """Parameters are `wide.weight` [1, num_dense] and `wide.bias` [1], and `top_mlp.<n>.weight` and so on; n counts
+    linear layers from 0. Embeddings may have any widths."""
+
+    def __init__(self, job: Job, num_dense: int) -> None:
+        super().__init__()
+        assert isinstance(job.model, Top)
+        generator = torch.Generator().manual_seed(job.job.seed)
+        width = num_dense + sum(table.embedding_dim * len(table.features) for table in job.tables)
+        self.wide = linear(num_dense, 1, generator)
+        self.top_mlp = linear_layers([width, *job.model.top_mlp], generator)
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor], linear_weights: list[Tensor]) -> Tensor:
+        wide: Tensor = torch.cat([self.wide(dense), *linear_weights], dim=1).sum(1)
+        return wide + logits_of(self.top_mlp, torch.cat([dense, *embeddings], dim=1))
+
+
+class DeepFM(WideDeep):
+    """Wide & Deep, and the dot products of all pairs of embeddings, which have one width."""
+
+    def forward(self, dense: Tensor, embeddings: list[Tensor], linear_weights: list[Tensor]) -> Tensor:
+        return super().forward(dense, embeddings, linear_weights) + products_of_pairs(torch.stack(embeddings, dim=1))
+
+
+def products_of_pairs(vectors: Tensor) -> Tensor:
+    """f32 [B, F, D] -> f32 [B]: the sum of v_i * v_j over all pairs i < j, in time linear in F."""
+    of_sum = vectors.sum(1).square()
+    return 0.5 * (of_sum - vectors.square().sum(1)).sum(1)

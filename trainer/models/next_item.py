@@ -12,6 +12,25 @@
 C candidates, drawn with probability q, estimate the sum over all items (Bengio and Senécal 2008). Without q the
 candidates are all items themselves. A candidate that is the positive is left out. Since a sample's loss depends on no
 other sample, parts of a batch change roundings and nothing else.
+
+SASRec: Kang and McAuley, Self-Attentive Sequential Recommendation (ICDM 2018, arXiv 1808.09781).
+
+    x = sqrt(D) e + place                               dropout
+    each block: x = x + attention(norm(x), x, x)        causal, items only
+                x = x + W2 relu(W1 norm(x))             dropout after each layer
+    v = norm(x)
+
+Trained with the sampled softmax of `next_item.py` in place of the paper's binary loss with one negative.
+
+HSTU: Zhai et al., Actions Speak Louder than Words (ICML 2024, arXiv 2402.17152), without actions.
+
+    each layer: U, V, Q, K = silu(W1 norm(x))
+                a = silu(Q K' + bias by distance + bias by time between) / L      causal, items only; no softmax
+                x = x + W2 (norm(a V) * U)                                          dropout before W2
+    v = x
+
+The time between two items is counted in 64 classes by its binary logarithm, exactly: 0 and 1 s are class 0, 2 and 3 s
+class 1, 4 to 7 s class 2.
 """
 
 import math
@@ -21,10 +40,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout, layer_norm, silu
 
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models.dlrm import linear, linear_layers
 from rowcast.trainer.models.embedding import Embedded, Sequences
 from rowcast.trainer.models.evaluate import ranks_among
 
@@ -149,3 +170,112 @@ def sequences_in(inputs: Inputs, name: str, feature: str) -> Sequences:
     if not isinstance(found, Sequences):
         raise ConfigError(f'the array {name} belongs to samples; set data.of.{name} = "{feature}"')
     return found
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = linear_layers([width] * 5, generator)
+        self.ffn = linear_layers([width] * 3, generator)
+        self.norms = nn.ParameterList([new_norm(width), new_norm(width)])
+
+    def forward(self, x: Tensor, visible: Tensor, rate: float) -> Tensor:
+        """x f32 [B, L, D]; visible bool [B, 1, L, L]."""
+        query = normed(x, self.norms[0])
+        queries, keys, values = (
+            in_heads(layer(own), self.heads) for layer, own in ((self.query, query), (self.key, x), (self.value, x))
+        )
+        scores = queries @ keys.transpose(2, 3) / queries.shape[-1] ** 0.5
+        weights = dropout(scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0), rate, self.training)
+        x = x + self.out((weights @ values).transpose(1, 2).flatten(2))
+        inner = dropout(torch.relu(self.ffn[0](normed(x, self.norms[1]))), rate, self.training)
+        return x + dropout(self.ffn[1](inner), rate, self.training)
+
+
+class SASRec(NextItemModel):
+    """Parameters: `place`, `blocks.<n>.*` and `norm`."""
+
+    def build(self, settings: NextItemSettings, width: int, generator: torch.Generator) -> None:
+        self.place = nn.Parameter(
+            torch.empty(self.length, width, device="cpu").normal_(0.0, width**-0.5, generator=generator)
+        )
+        self.blocks = nn.ModuleList(Block(width, settings.heads, generator) for _ in range(settings.blocks))
+        self.norm = new_norm(width)
+
+    def encode(self, history: History) -> Tensor:
+        x = dropout(history.items * history.items.shape[-1] ** 0.5 + self.place, self.rate, self.training)
+        visible = causal(history.mask)
+        for block in self.blocks:
+            x = block(x, visible, self.rate)
+        return normed(x, self.norm)
+
+
+def in_heads(x: Tensor, heads: int) -> Tensor:
+    """f32 [B, L, D] -> [B, heads, L, D / heads]."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def causal(mask: Tensor) -> Tensor:
+    """Returns which places each place sees, bool [B, 1, L, L]: the items up to its own. mask bool [B, L]."""
+    length = mask.shape[1]
+    before = torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
+    return (mask[:, None, :] & before)[:, None]
+
+
+def new_norm(width: int) -> nn.Parameter:
+    """The scale and the bias of a layer norm, f32 [2, width]."""
+    return nn.Parameter(torch.stack([torch.ones(width, device="cpu"), torch.zeros(width, device="cpu")]))
+
+
+def normed(x: Tensor, scale_and_bias: Tensor) -> Tensor:
+    return layer_norm(x, x.shape[-1:], scale_and_bias[0], scale_and_bias[1])
+
+
+TIME_CLASSES = 64
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, length: int, generator: torch.Generator) -> None:
+        super().__init__()
+        self.heads = heads
+        self.into, self.out = linear(width, 4 * width, generator), linear(width, width, generator)
+        self.distance = nn.Parameter(torch.zeros(length, device="cpu"))
+        self.time = nn.Parameter(torch.zeros(TIME_CLASSES, device="cpu"))
+
+    def forward(self, x: Tensor, visible: Tensor, distances: Tensor, classes: Tensor, rate: float) -> Tensor:
+        """x f32 [B, L, D]; visible bool [B, 1, L, L]; distances i64 [L, L]; classes i64 [B, L, L]."""
+        width = x.shape[-1:]
+        gate, values, queries, keys = silu(self.into(layer_norm(x, width))).chunk(4, dim=-1)
+        values, queries, keys = (in_heads(own, self.heads) for own in (values, queries, keys))
+        bias = (self.distance[distances] + self.time[classes])[:, None]
+        weights = silu(queries @ keys.transpose(2, 3) + bias) / x.shape[1]
+        attended = (weights.masked_fill(~visible, 0.0) @ values).transpose(1, 2).flatten(2)
+        outcome: Tensor = self.out(dropout(layer_norm(attended, width) * gate, rate, self.training))
+        return x + outcome
+
+
+class HSTU(NextItemModel):
+    """Parameters: `layers.<n>.*`."""
+
+    uses_times = True
+
+    def build(self, settings: NextItemSettings, width: int, generator: torch.Generator) -> None:
+        self.layers = nn.ModuleList(
+            Layer(width, settings.heads, self.length, generator) for _ in range(settings.blocks)
+        )
+
+    def encode(self, history: History) -> Tensor:
+        place = torch.arange(self.length, device=history.items.device)
+        distances = (place[:, None] - place).clamp(min=0)
+        classes = time_classes(history.times[:, :, None] - history.times[:, None, :])
+        visible, x = causal(history.mask), history.items
+        for layer in self.layers:
+            x = layer(x, visible, distances, classes, self.rate)
+        return x
+
+
+def time_classes(between: Tensor) -> Tensor:
+    """Returns the floor of the binary logarithm, i64, of i64 differences below 2**53; 0 for those below 1."""
+    _, exponent = torch.frexp(between.clamp(min=1).double())
+    return (exponent.long() - 1).clamp(max=TIME_CLASSES - 1)
