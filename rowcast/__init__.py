@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from rowcast.trainer.adopt.gradient_sum import sum_gradients
     from rowcast.trainer.adopt.mapped_tables import tables
     from rowcast.trainer.adopt.saved import restore, save
+    from rowcast.trainer.models.embedding import Sequences
     from rowcast.trainer.models.evaluate import ranks_among
 
 __all__ = [
