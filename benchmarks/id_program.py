@@ -95,7 +95,7 @@ def measured(loader: DataLoader[Any], step: Step) -> dict[str, Any]:
         "loader": least_us(lambda: next(batches)),
         "form": least_us(lambda: leaves_of(batch)),
         "program": least_us(lambda: program.run(leaves)),
-        "rows": least_us(lambda: [distinct_rows(Table(), ids.reshape(-1)) for ids in hints]),
+        "rows": least_us(lambda: [distinct_rows(Table().num_embeddings, ids.reshape(-1).numpy()) for ids in hints]),
     }
     share = 100 * (times["form"] + times["program"]) / times["loader"]
     return {**times, "operations": program.num_operations, "share": share}

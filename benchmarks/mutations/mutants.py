@@ -965,6 +965,17 @@ tests/adopt/test_foreseen_ids.py::test_sasrec_over_lists_is_foreseen_as_its_func
 ::test_sizes_that_the_step_reads_from_its_batch_are_foreseen
     a list that the step reads is a constant
         recorder.note_list(tensor, numbers) => pass
+tests/adopt/test_coming_rows.py::test_a_batch_gets_the_rows_of_the_batch_that_another_rank_trains_with_it
+    ranks tell rows with the number of another step
+        number=self.num_begun + ahead, => number=self.num_begun + ahead + 1,
+    ranks that have begun more batches than others are given rows of other steps
+        + begun - self._begun[self.rank.number] => + 0
+::test_a_rank_that_does_not_listen_keeps_nobody_waiting_and_lists_are_few
+    a rank waits until others take its rows
+        way.send(content, zmq.NOBLOCK) => way.send(content)
+::test_what_is_no_list_is_dropped
+    a list of a rank that is none ends a script
+        if 0 <= coming.rank < self.rank.count and => if
 tests/adopt/test_adopt.py::test_positions_of_ids_are_those_of_a_search_whatever_the_calls_before_have_left
     a place that an earlier call has left is beyond the step's rows
         at = at.clamp_(max=len(ids) - 1) => pass

@@ -5,11 +5,13 @@ import copy
 import gc
 import json
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -23,7 +25,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rowcast
 from rowcast.trainer.adopt import adopt, ranks
+from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import Adoption
+from rowcast.trainer.adopt.coming_rows import ComingRows
 
 ROWS, CAPACITY, BATCH = (3000, 2000), "1500 rows", 16
 OPTIMIZERS: dict[str, Any] = {
@@ -66,6 +70,59 @@ def optimizers(model: Model, kind: str) -> list[torch.optim.Optimizer]:
     return [torch.optim.SparseAdam(tables, lr=0.01), torch.optim.Adam(rest, lr=0.01)]
 
 
+class Demanded:
+    """Rows that an adopted script has fetched on demand, and rows that it has trained."""
+
+    def __init__(self) -> None:
+        self.trained, self.before = 0, (0, 0)
+        plain = AdoptedTable.set_sum
+
+        def set_sum(table: AdoptedTable, ids: Tensor, gradient: Tensor, *, is_sparse: bool) -> None:
+            plain(table, ids, gradient, is_sparse=is_sparse)
+            self.trained += len(ids)
+
+        AdoptedTable.set_sum = set_sum  # type: ignore[method-assign, assignment]
+
+    def now(self) -> tuple[int, int]:
+        process = adopt._doors[0].engine._process if adopt._doors else None
+        return (process.engine.num_demanded if process is not None else 0), self.trained
+
+    def begin(self) -> None:
+        self.before = self.now()
+
+    def share(self) -> float:
+        (demanded, trained), (demanded_before, trained_before) = self.now(), self.before
+        return (demanded - demanded_before) / max(1, trained - trained_before)
+
+
+demanded = Demanded()
+tell = ComingRows.tell
+
+
+def disturbed(wishes: dict[str, float]) -> Callable[..., None]:
+    """Lists of coming rows are lost, come some steps late, or have wrong numbers; each with a probability."""
+    chance, kept = random.Random(dist.get_rank()), deque[tuple[Any, ...]]()
+
+    def tell_some(ranks: ComingRows, ahead: int, rows: Any) -> None:
+        kept.append((ranks, ahead + (chance.random() < wishes.get("wrong", 0)), rows))
+        if chance.random() >= wishes.get("late", 0):
+            while kept:
+                ranks, ahead, rows = kept.popleft()
+                if chance.random() >= wishes.get("lost", 0):
+                    tell(ranks, ahead, rows)
+
+    return tell_some
+
+
+def held_back(batches: Iterable[Any], count: int) -> Iterator[Any]:
+    kept = deque[Any]()
+    for batch in batches:
+        kept.append(batch)
+        if len(kept) > count:
+            yield kept.popleft()
+    yield from kept
+
+
 def train(wishes: dict[str, Any], *, adopted: bool) -> list[Tensor]:
     """Returns losses, norms of gradients, and all weights."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -84,7 +141,10 @@ def train(wishes: dict[str, Any], *, adopted: bool) -> list[Tensor]:
     figures = []
     for epoch in range(wishes.get("epochs", 1)):
         sampler: Any = DistributedSampler(data, shuffle=True, seed=epoch)
-        for step, (ids, labels) in enumerate(DataLoader(data, BATCH, sampler=sampler)):
+        batches = held_back(DataLoader(data, BATCH, sampler=sampler), wishes.get("holds", {}).get(str(rank), 0))
+        for step, (ids, labels) in enumerate(batches):
+            if (epoch, step) == (0, 2 + max(wishes.get("holds", {"": 0}).values())):  # ids are known after one step
+                demanded.begin()
             is_last = (step + 1) % every == 0
             # of a table that the ranks look up in turn; in some steps nobody does
             looks_up = not wishes.get("in_turn") or (step + rank) % world_size == 0
@@ -108,6 +168,7 @@ def train(wishes: dict[str, Any], *, adopted: bool) -> list[Tensor]:
                 each.zero_grad(set_to_none=wishes.get("set_to_none", True))
             if adopted and step == wishes.get("leaves_at", {}).get(str(rank)):
                 leave(wishes)
+    wishes["demanded"] = demanded.share()
     return [*figures, *(value.clone() for value in copy.deepcopy(model.state_dict()).values())]
 
 
@@ -141,12 +202,14 @@ def main() -> None:
         if not case.get("engine"):  # rows stay in the script's process, which saves the time of its start
             Adoption.look_up = lambda self, device: None  # type: ignore[method-assign]
         os.chdir(tempfile.mkdtemp(dir=folder))
+        ComingRows.tell = disturbed(case.get("lists", {}))  # type: ignore[method-assign]
         plain = [] if case.get("adopted_only") else train(case, adopted=False)
         before = exchanges()
         adopted = train(case, adopted=True)
         doors = adopt._doors[0]
         differ = differing(plain or adopted, adopted)
-        found.append([differ, sum(own.numel() for own in plain), doors.engine.num_starts, exchanges() - before])
+        compared, starts = sum(own.numel() for own in plain), doors.engine.num_starts
+        found.append([differ, compared, starts, exchanges() - before, case["demanded"]])
         del doors
         gc.collect()
     (folder / f"{dist.get_rank()}.found").write_text(json.dumps(found))

@@ -37,18 +37,39 @@ def start(session: Session, ranks: int, *cases: dict[str, Any], timeout: int = 6
     return session.start_module("rowcast.deploy.torchrun", *arguments, PYTHONPATH=".")
 
 
-def assert_same(session: Session, ranks: int, *cases: dict[str, Any]) -> None:
+def assert_same(session: Session, ranks: int, *cases: dict[str, Any]) -> list[float]:
+    """Returns the share of each case's rows that ranks fetched on demand, of the rank with the most."""
     ended = start(session, ranks, *cases).ended(300)
     assert ended.code == 0, ended.stderr
+    shares = []
     for rank in range(ranks):
         found = json.loads((session.folder / f"{rank}.found").read_text())
         assert [differ for differ, *_ in found] == [0] * len(cases), f"rank {rank}: {found}"
         assert all(compared > 43_000 for _, compared, *_ in found)
-        for own, (_, _, starts, exchanges) in zip(cases, found, strict=True):
+        shares.append([demanded for *_, demanded in found])
+        for own, (_, _, starts, exchanges, _) in zip(cases, found, strict=True):
             assert bool(starts) == own.get("engine", False)
-            synchronised = STEPS * own.get("epochs", 1) // own.get("accumulate", 1)
+            synchronised = own.get("steps", STEPS) * own.get("epochs", 1) // own.get("accumulate", 1)
             assert exchanges == (synchronised if ranks > 1 else 0)
     assert session.remains(killed=True) == []
+    return [max(of_case) for of_case in zip(*shares, strict=True)]
+
+
+@pytest.mark.timeout(320)
+def test_rows_of_other_ranks_are_foreseen_and_no_bit_depends_on_it(session: Session) -> None:
+    far = {"engine": True, "steps": 40}
+    near, apart, *disturbed = assert_same(
+        session,
+        2,
+        far,
+        {**far, "sum": True, "holds": {"1": 4}},  # rank 1 asks for batches four steps before it trains them
+        {**far, "holds": {"0": 12}, "in_turn": True, "accumulate": 2},  # more than is read ahead of a list
+        {**far, "lists": {"late": 0.9}, "alone": True},
+        {**far, "lists": {"lost": 0.5}, "optimizer": "sparse"},
+        {**far, "lists": {"wrong": 0.5}},
+    )
+    assert max(near, apart) <= 0.01
+    assert min(disturbed) > 0.05  # lists that are missing or wrong cost fetches
 
 
 @pytest.mark.timeout(320)

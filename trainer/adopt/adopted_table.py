@@ -224,6 +224,8 @@ class AdoptedTable:
 
     def set_sum(self, ids: Tensor, gradient: Tensor, *, is_sparse: bool) -> None:
         """Sets the gradient of all ranks. `gradient`: [n, D] of rows `ids`, i64 [n] ascending."""
+        if not is_sparse and len(ids) == len(self.ids):  # dense gradients have all rows of the step
+            ids = self.ids
         self.grad, self.is_stepped, self.is_summed = self._shown(ids, gradient), False, True
         if is_sparse:
             self.grad = torch.sparse_coo_tensor(

@@ -11,9 +11,10 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,10 +32,11 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.runtime.telemetry.format_numbers import plural
+from rowcast.trainer.adopt.coming_rows import JOINED
 from rowcast.trainer.adopt.connect.run_folder import default_run_dir
 from rowcast.trainer.adopt.connect.settings import JOB_FILE
-from rowcast.trainer.adopt.read_ahead import Announced
-from rowcast.trainer.adopt.rows import Home, Records, alone
+from rowcast.trainer.adopt.read_ahead import Announced, distinct_rows
+from rowcast.trainer.adopt.rows import NO_ROWS, Home, Records, alone
 from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
 from rowcast.trainer.adopt.script_process import ScriptProcess
 
@@ -104,6 +106,7 @@ class Adoption:
         self._holds_all = False  # the engine gets tables that were never trained too, for a save
         self._coming: dict[int, Announced] = {}  # announced and not begun, by number
         self._steps: dict[int, int] = {}  # their steps in the engine
+        self._newest_told = -1  # to other ranks, by number
         atexit.register(self.close)
 
     def home(self, name: str, weights: Tensor) -> Home:
@@ -121,13 +124,21 @@ class Adoption:
 
     def announce(self, batch: Announced) -> None:
         self._coming[batch.number] = batch
-        if self._process is not None:
-            self._announce(self._process.engine, batch)
+        for ahead, own in self._in_turn():
+            if JOINED and own.number > self._newest_told:
+                self._newest_told = own.number
+                for ranks in JOINED if own.trains else ():
+                    ranks.tell(ahead, {table.name: rows for table, rows in own.rows.items()})
+        if not JOINED:
+            self._announce_until(batch.number)
 
     def begin(self, number: int) -> None:
         """If it is interrupted, the step may still begin or be abandoned."""
+        self._announce_until(number + DEPTH + HORIZON if JOINED else max(self._coming))
         if self._process is not None:
             self._process.engine.begin(self._steps[number])
+        for ranks in JOINED if self._coming[number].trains and torch.is_grad_enabled() else ():
+            ranks.num_begun += 1
         self._forget(number)
 
     def abandon(self, number: int) -> None:
@@ -139,9 +150,34 @@ class Adoption:
         del self._coming[number]
         self._steps.pop(number, None)
 
-    def _announce(self, engine: ScriptEngine, batch: Announced) -> None:
-        rows = {self._rows[table.name].place: own for table, own in batch.rows.items() if table.name in self._rows}
-        self._steps[batch.number] = engine.announce(rows, trains=batch.trains)
+    def _in_turn(self) -> Iterator[tuple[int, Announced]]:
+        """The coming batches, each with how many that train begin before it."""
+        batches = [*self._coming.values()]
+        return zip(accumulate((own.trains for own in batches), initial=0), batches, strict=False)
+
+    def _announce_until(self, last: int) -> None:
+        """Tells the engine of the batches up to number `last`. On ranks the newest are left for later, when the others
+        have told theirs."""
+        if self._process is None:
+            return
+        engine = self._process.engine
+        engine.looks_up = looks_up()
+        for ahead, batch in self._in_turn():
+            if batch.number <= last and batch.number not in self._steps:
+                named = self._rows_of(ahead, batch).items()
+                rows = {self._rows[name].place: own for name, own in named if name in self._rows}
+                self._steps[batch.number] = engine.announce(rows, trains=batch.trains)
+
+    def _rows_of(self, ahead: int, batch: Announced) -> dict[str, I64]:
+        """The rows of a step by the table's name, with those that other ranks have told."""
+        rows = {table.name: own for table, own in batch.rows.items()}
+        told: dict[str, list[I64]] = {}
+        for name, theirs in (each for ranks in JOINED if batch.trains for each in ranks.told(ahead)):
+            told.setdefault(name, []).append(theirs)
+        for home in (each for each in self._homes if each.name in told):
+            together = np.concatenate([rows.get(home.name, NO_ROWS.numpy()), *told[home.name]])
+            rows[home.name] = distinct_rows(len(home.here.first.lasts), together)
+        return rows
 
     # the engine
 
@@ -170,11 +206,12 @@ class Adoption:
 
     def _start(self, homes: list[Home]) -> None:
         self.num_starts += 1
-        tables = tuple(self._table(home) for home in homes)
+        steps = [self._rows_of(*own) for own in islice(self._in_turn(), MEASURED_STEPS)]
+        tables = tuple(table_of(home, steps) for home in homes)
         content = job_of(homes, room_bytes(homes, self.capacity, tables), self._store, self._device, self.folder)
         job, job_file = parse_job(content, JOB_FILE), self.folder / JOB_FILE
         job_file.write_bytes(msgspec.json.encode(content))
-        setup = ScriptSetup(num_steps=min(len(self._coming), MEASURED_STEPS), tables=tables)
+        setup = ScriptSetup(num_steps=len(steps), tables=tables)
         (self.folder / SETUP).write_bytes(msgspec.json.encode(setup))
         self._process = process = ScriptProcess(job, job_file, self._device)
         engine = process.engine
@@ -191,20 +228,6 @@ class Adoption:
             changed, home.rows = home.here, self._rows[home.name]
             home.rows.write(changed.ids, changed.rows)
             home.here.forget()
-        for batch in self._coming.values():
-            self._announce(engine, batch)
-
-    def _table(self, home: Home) -> ScriptTable:
-        known = self._known_rows(home.name)
-        return ScriptTable(
-            columns=home.columns(),
-            largest_rows=max(map(len, known), default=1),
-            distinct_rows=len(np.unique(np.concatenate(known))) if known else 1,
-        )
-
-    def _known_rows(self, name: str) -> list[I64]:
-        steps = list(self._coming.values())[:MEASURED_STEPS]
-        return [rows for step in steps for table, rows in step.rows.items() if table.name == name]
 
     def leave(self) -> None:
         """Takes all rows back to this process."""
@@ -237,6 +260,21 @@ class Adoption:
             process.close()
 
 
+def table_of(home: Home, steps: Iterable[Mapping[str, I64]]) -> ScriptTable:
+    """`steps`: the known ones' rows, by the table's name."""
+    known = [rows[home.name] for rows in steps if home.name in rows]
+    return ScriptTable(
+        columns=home.columns(),
+        largest_rows=max(map(len, known), default=1),
+        distinct_rows=len(np.unique(np.concatenate(known))) if known else 1,
+    )
+
+
+def looks_up() -> str:
+    ranks = "".join(f" of {each.rank.count} ranks together" for each in JOINED if each.tables)
+    return f"a coming step{ranks} looks up"
+
+
 def room_bytes(homes: list[Home], capacity: Capacity, tables: Sequence[ScriptTable]) -> int:
     """The bytes of a capacity. Raises ConfigError if a coming step has more rows."""
     record_bytes = [aligned(4 * home.here.first.width) for home in homes]
@@ -248,7 +286,7 @@ def room_bytes(homes: list[Home], capacity: Capacity, tables: Sequence[ScriptTab
     needed = sum(map(operator.mul, largest, record_bytes))
     if needed > room:
         raise ConfigError(
-            f"a coming step looks up {sum(largest):,} rows of {listed([home.name for home in homes])}, {needed:,} "
+            f"{looks_up()} {sum(largest):,} rows of {listed([home.name for home in homes])}, {needed:,} "
             f"bytes with what the optimizer keeps of them, and the capacity leaves {room:,} bytes; raise "
             "adopt(capacity=...), or make the batches smaller"
         )

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from rowcast.runtime.arrays import I64
@@ -45,7 +44,7 @@ def given_by(function: Callable[[Any], Any], parameters: Mapping[str, nn.Paramet
             if isinstance(parameter, TableParameter):  # others are on the device
                 table = LookedUp(parameter.table.name, len(parameter))
                 ids.setdefault(table, []).append(ids_of(table, own))
-        return {table: distinct_rows(table, torch.from_numpy(np.concatenate(own))) for table, own in ids.items()}
+        return {table: distinct_rows(table.num_embeddings, np.concatenate(own)) for table, own in ids.items()}
 
     return give_ids
 

@@ -4,20 +4,21 @@ Each rank keeps and trains the rows of all ranks' batch. Of adopted tables, in t
 gradients travel, and no rows: ranks that begin with the same rows end with the same rows.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from os import environ
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.adopted_table import AdoptedTable, spread
+from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.ranks import OPEN, GroupRanks, Summing, ranks_of
 from rowcast.trainer.adopt.row_gradient import as_plain
-from rowcast.trainer.adopt.rows import BLOCK_ROWS, NO_ROWS
+from rowcast.trainer.adopt.rows import BLOCK_ROWS, NO_ROWS, positions
 from rowcast.trainer.adopt.table_parameter import TableParameter
 from rowcast.trainer.models.exchanges import SumMemory
 from rowcast.trainer.models.ordered import PartVector, sum_in_order
@@ -90,7 +91,11 @@ class TableSum:
     """Adds up adopted tables. Call its methods on all ranks."""
 
     def __init__(self, tables: Iterable[AdoptedTable], ranks: GroupRanks) -> None:
-        self.tables, self.ranks = sorted(set(tables), key=lambda table: table.name), ranks
+        self.tables, self.ranks = sorted(set(tables), key=lambda table: (table.dim, table.name)), ranks
+        firsts = [at for at, table in enumerate(self.tables) if not at or table.dim != self.tables[at - 1].dim]
+        ends = [*firsts[1:], len(self.tables)]
+        self.widths = [Width(self.tables[at:end], at) for at, end in zip(firsts, ends, strict=False)]
+        ranks.coming.tables.update(table.name for table in self.tables)
 
     @torch.no_grad()
     def begin_alike(self, *, sends: bool) -> None:
@@ -128,18 +133,60 @@ class TableSum:
             return
         what, ranks = f"the table gradients of train step {self.ranks.train_steps}", self.ranks
         own = [table.own_gradient() for table in self.tables]
-        sizes = [(-1, 0) if each is None else (len(each[0]), each[2]) for each in own]
-        told = torch.tensor(sizes, device=ranks.device)
-        of_ranks = ranks.collectives.gather(told, f"sizes of {what}").cpu()  # [ranks, tables, 2]
-        rows = of_ranks[:, :, 0].clamp(min=0)
-        ids_of = ranks.pieces([NO_ROWS, *(each[0] for each in own if each)], rows.tolist(), what)
-        values = [NO_VALUES, *(each[1].reshape(-1) for each in own if each)]
-        dims = torch.tensor([table.dim for table in self.tables], device="cpu")
-        values_of = ranks.pieces(values, (rows * dims).tolist(), what)
-        for at, table in enumerate(self.tables):
-            most, is_sparse = of_ranks[:, at].amax(0).tolist()
-            if most >= 0:
-                given = [(ids[at], own[at].view(-1, table.dim)) for ids, own in zip(ids_of, values_of, strict=True)]
-                union = torch.unique(torch.cat([ids for ids, _ in given]))
-                total = sum_in_order(torch.stack([spread(union, *each) for each in given]).mul_(1 / ranks.rank.count))
-                table.set_sum(union.to(table.home.device), total.to(table.home.device), is_sparse=bool(is_sparse))
+        pairs = [width.joined(own[width.span], ranks.device) for width in self.widths]
+        facts = [(-1, 0) if each is None else (0, each[2]) for each in own]
+        rows = [(len(ids), 0) for ids, _ in pairs]
+        told = torch.tensor([*facts, *rows, (ranks.coming.num_begun, 0)], device=ranks.device)
+        of_ranks = ranks.collectives.gather(told, f"sizes of {what}").cpu()
+        ranks.coming.compare(of_ranks[:, -1, 0].tolist())
+        sizes = of_ranks[:, len(own) : -1, 0]  # [ranks, widths]
+        nbytes = torch.cat([8 * sizes, 4 * sizes * torch.tensor([own.dim for own in self.widths], device="cpu")], 1)
+        given = [each.reshape(-1).view(torch.uint8) for kind in zip(*pairs, strict=True) for each in kind]
+        pieces = ranks.pieces(given, nbytes.tolist(), what)
+        for at, width in enumerate(self.widths):
+            most = of_ranks[:, width.span].amax(0).tolist()
+            width.set_sums([(each[at], each[at + len(self.widths)]) for each in pieces], most)
+
+
+class Width:
+    """Tables with as many columns, whose rows are numbered one table after the other."""
+
+    def __init__(self, tables: Sequence[AdoptedTable], first: int) -> None:
+        """`first`: the place of the first one among all."""
+        self.tables, self.dim, self.span = tables, tables[0].dim, slice(first, first + len(tables))
+        self._bases = [0, *accumulate(table.num_rows for table in tables)]
+
+    def joined(self, own: Iterable[tuple[Tensor, Tensor, bool] | None], device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns ids, i64 [n], and gradients, f32 [n, D]. `own`: of each table, as `own_gradient` returns them."""
+        based = [(base, *each) for base, each in zip(self._bases, own, strict=False) if each is not None]
+        ids = torch.cat([NO_ROWS.to(device), *((base + ids).to(device) for base, ids, _, _ in based)])
+        gradients = torch.cat([NO_VALUES.to(device).view(0, self.dim), *(each.to(device) for _, _, each, _ in based)])
+        if any(is_sparse for *_, is_sparse in based):
+            return ids, gradients
+        looked_up = gradients.view(torch.int32).any(1).nonzero().view(-1)  # rows of other ranks alone have +0.0
+        return ids[looked_up], gradients[looked_up]
+
+    def set_sums(self, given: Sequence[tuple[Tensor, Tensor]], facts: Sequence[tuple[int, int]]) -> None:
+        """`given`: the bytes of ids and gradients of each rank. `facts`: of each table -1 if no rank has a gradient,
+        and whether it is sparse."""
+        ids_of, device = [ids.view(torch.int64) for ids, _ in given], given[0][0].device
+        # a dense gradient has zeros in rows of the step that nobody has looked up
+        shown = [
+            (base + table.ids).to(device)
+            for base, table, (_, is_sparse) in zip(self._bases, self.tables, facts, strict=False)
+            if not is_sparse
+        ]
+        union = torch.cat([NO_ROWS.to(device), *shown])
+        places = [positions(union, ids) for ids in ids_of]
+        if not all(bool(known.all()) for _, known in places):
+            union = torch.unique(torch.cat([union, *ids_of]))
+            places = [positions(union, ids) for ids in ids_of]
+        of_ranks = torch.zeros(len(given), len(union), self.dim, device=device)
+        for own, (at, _), (_, values) in zip(of_ranks, places, given, strict=True):
+            own.index_copy_(0, at, values.view(torch.float32).view(-1, self.dim))
+        total = sum_in_order(of_ranks.mul_(1 / len(given)))
+        spans = pairwise(torch.searchsorted(union, torch.tensor(self._bases, device=device)).tolist())
+        for table, base, (first, end), (has, is_sparse) in zip(self.tables, self._bases, spans, facts, strict=False):
+            if has >= 0:
+                ids = (union[first:end] - base).to(table.home.device)
+                table.set_sum(ids, total[first:end].to(table.home.device), is_sparse=bool(is_sparse))

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import PeerLost
 from rowcast.runtime.stops import leave_at_once
+from rowcast.trainer.adopt.coming_rows import ComingRows
 from rowcast.trainer.adopt.dense_weights import DenseWeights
 from rowcast.trainer.device.cuda import adopted_streams
 from rowcast.trainer.device.streams import Streams
@@ -111,6 +112,7 @@ class GroupRanks:
         self._added_up = WeakIdKeyDictionary()  # dense weights that are to be the same on all ranks
         self._dense_weights = DenseWeights(lambda weight: weight in self._added_up, lambda: None)
         MADE.append(self.collectives)
+        self.coming = ComingRows(self.rank, self.gather)
 
     def begin_step(self, dense: Iterable[Tensor]) -> None:
         """`dense`: weights that the step adds up. Raises ConfigError if they have come apart in an earlier one."""
@@ -133,7 +135,7 @@ class GroupRanks:
     def pieces(self, own: Sequence[Tensor], sizes: Sequence[list[int]], what: str) -> list[Sequence[Tensor]]:
         """Returns the tensors of each rank, [n] of one dtype. `sizes`: n of those of all ranks."""
         flat = torch.cat([each.to(self.device) for each in own])
-        padded = nn.functional.pad(flat, (0, max(map(sum, sizes)) - len(flat)))
+        padded = nn.functional.pad(flat, (0, -(-max(map(sum, sizes)) // 8) * 8 - len(flat)))  # bytes may be of i64
         taken = self.collectives.gather(padded, what)
         return [piece[: sum(size)].split(size) for piece, size in zip(taken, sizes, strict=True)]
 

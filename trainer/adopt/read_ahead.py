@@ -335,12 +335,12 @@ class ReadAhead:
             self.counts.programs += 1
             read.wrong = next(iter(read.hints)).name if any(program.is_known) and not ids_of else ""
         known_s = time.perf_counter()
-        rows = {table: distinct_rows(table, torch.cat(ids)) for table, ids in ids_of.items()} or read.given
+        rows = {table: distinct_rows(table.num_embeddings, torch.cat(ids).numpy()) for table, ids in ids_of.items()}
         self.counts.program_s += known_s - begin_s
         self.counts.distinct_s += time.perf_counter() - known_s
         read.number, self._num_announced = self._num_announced, self._num_announced + 1
         trains = program is None or program.trains
-        self.sink.announce(Announced(number=read.number, source=read.source, rows=rows, trains=trains))
+        self.sink.announce(Announced(number=read.number, source=read.source, rows=rows or read.given, trains=trains))
 
     def hand_over(self, read: Read, *, records: bool) -> None:
         """The script gets the batch."""
@@ -417,10 +417,9 @@ class ReadAhead:
             print_line(sentence)
 
 
-def distinct_rows(table: Table, ids: Tensor) -> npt.NDArray[np.int64]:
-    """Ascending, without ids that the table does not have: the look-up will say so. `ids`: integers, [n]."""
-    rows, size = ids.numpy(), table.num_embeddings
-    rows = rows[(rows >= 0) & (rows < size)]
+def distinct_rows(size: int, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    """Ascending, without ids that a table of `size` rows does not have: the look-up will say so. `ids`: [n]."""
+    rows = ids[(ids >= 0) & (ids < size)]
     if size > MARKED * len(rows):
         ordered = np.sort(rows.astype(np.int32 if size <= 1 << 31 else np.int64))  # i32 sorts in half the time
         is_next = ordered[1:] != ordered[:-1]

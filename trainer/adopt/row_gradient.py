@@ -165,7 +165,7 @@ class RowGradient(Tensor):
             return func(rows.values if len(rows.ids) == rows.num_rows else torch.cat([rows.values, rows.rest]))
         if name in SUMS and rows.is_by_rows and rows.num_rows * rows.values.shape[1] > MOST_COPIED:
             say_of_sums()
-            return func(rows.values, *args[1:], **kwargs)
+            return func(rows.values[rows.values.any(1)], *args[1:], **kwargs)  # whatever rows were foreseen
         if name.endswith("_") or func.is_view:  # a view that an operation is made of may be for a write
             raise refused(rows, f"{name} of it is none of the operations that go by rows")
         return func(*tree_map(copied, args), **tree_map(copied, kwargs))

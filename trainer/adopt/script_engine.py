@@ -139,6 +139,8 @@ class ScriptEngine:
         self._current: Step | None = None
         self._planned: dict[int, tuple[Tensor, Tensor]] = {}  # of the current step, by table: its rows and their slots
         self._num_announced = self._num_asked = self._num_returned = 0
+        self.num_demanded = 0  # rows that were asked for
+        self.looks_up = "a coming step looks up"
         self._leaving: list[Late] = []  # not known to be home
         self._answers: dict[int, bytes] = {}  # by number of their Ask; the mail's thread adds them
         engine.cache.on_filled = self._filled
@@ -165,7 +167,7 @@ class ScriptEngine:
             if len(of_groups[-1]) > len(residency.row_in):
                 names = listed([place.name for place, _ in own])
                 raise ConfigError(
-                    f"a coming step looks up {len(of_groups[-1]):,} rows of {names}, and the capacity has room for "
+                    f"{self.looks_up} {len(of_groups[-1]):,} rows of {names}, and the capacity has room for "
                     f"{len(residency.row_in):,} of them; raise adopt(capacity=...), or make the batches smaller"
                 )
         self._steps.append(step := ComingStep(self._num_announced, of_groups, trains))
@@ -308,6 +310,7 @@ class ScriptEngine:
 
     def _answer(self, place: Place, ids: I64) -> bytearray:
         """Returns the rows' records. All that was returned before is home then."""
+        self.num_demanded += len(ids)
         size = self._at_once(self.groups[place.group])
         parts = np.split(ids, range(size, len(ids), size))
         asks = [
