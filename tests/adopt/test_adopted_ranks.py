@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rowcast
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.data_parallel import refuse_wrappers
+from tests.adopt import saved_ranks
+from tests.support.facts import facts
 from tests.support.processes import Process, Session
 
 STEPS = 16
@@ -178,3 +180,21 @@ def test_a_step_of_a_rank_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) 
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match=r"table item\.weight is of this rank alone, and there are 2; use"):
         optimizer.step()
+
+
+@pytest.mark.timeout(320)
+@pytest.mark.usefixtures("no_engine", "let_go")
+def test_ranks_that_were_killed_go_on_from_their_save_with_the_bits_of_stock_ddp(session: Session) -> None:
+    found = []
+    for capacity, end, code in (("", 99, 0), ("100 rows", 8, 1), ("100 rows", 17, 1), ("100 rows", 99, 0)):
+        arguments = ["--nproc-per-node=2", "-m", "tests.adopt.saved_ranks", str(session.folder), capacity, str(end)]
+        ended = session.start_module("rowcast.deploy.torchrun", *arguments, PYTHONPATH=".").ended(120)
+        assert bool(ended.code) == bool(code), ended.stderr
+        session.until_alone(60)
+        if not code:
+            found.append([torch.load(session.folder / f"{rank}.pt") for rank in (0, 1)])
+    for plain, adopted in zip(*found, strict=True):
+        assert [torch.equal(*pair) for pair in zip(plain, adopted, strict=True)] == [True] * 12
+    alone = rowcast.adopt(saved_ranks.Model(), "100 rows")
+    with pytest.raises(ConfigError, match=facts("2 ranks", "1")):
+        rowcast.restore(session.folder / "run", alone)

@@ -24,7 +24,7 @@ from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.serving.model import Model as Served
 from rowcast.serving.publisher import Publisher
-from rowcast.trainer.adopt import adopt
+from rowcast.trainer.adopt import adopt, rows
 from tests.adopt.engines import Engines
 from tests.support import jobs
 from tests.support.facts import facts
@@ -209,6 +209,14 @@ def test_what_reads_runs_has_the_rows_of_the_script(engines: Engines, tmp_path: 
     ):
         with pytest.raises(ConfigError, match=facts("rowcast.save", "rowcast.restore")):
             use()
+
+
+def test_a_save_of_more_rows_than_it_can_catch_up_is_refused_with_the_group_to_write(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "MOST_MOVED", ROWS - 1)
+    with pytest.raises(ConfigError, match=facts("150", "item.weight", '"weight_decay": 0')):
+        Script("AdamW, all rows move").adopted().train(0, EVERY, tmp_path)
 
 
 def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(engines: Engines, tmp_path: Path) -> None:

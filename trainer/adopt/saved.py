@@ -8,8 +8,8 @@ The model state of such a checkpoint, as safetensors:
 
     model.<name>             of the first module among the objects, under its own names
     objects.<n>.<number>     other tensors of the n-th object
-    random.<n>.<number>      of random states: at the beginning of the loop, and now
     objects.structure        u8, JSON: the kinds of the objects, and the nesting around the tensors
+    random.<rank>...         random states of a rank: at the beginning of the loop, and now; .structure as above
 """
 
 import json
@@ -42,6 +42,7 @@ from rowcast.runtime.errors import ConfigError, Diverged, listed, peer_failure
 from rowcast.trainer.adopt.adopt import Doors, Run, adopted
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.random_states import States, packed, unpacked
+from rowcast.trainer.adopt.ranks import ranks_of
 from rowcast.trainer.adopt.rows import BLOCK_ROWS, Home, Records, alike
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, state_door
 from rowcast.trainer.adopt.whole_table import WEIGHTS
@@ -56,12 +57,12 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
     """Saves an adopted script between two steps as a checkpoint of the run in `folder`, which is durable then.
 
     objects: the model, optimizers, schedules, averages: whatever has state_dict and load_state_dict, of numbers, text
-    and tensors. step: of the script, above that of earlier saves. keep: checkpoints; older ones are removed.
+    and tensors. step: of the script, above that of earlier saves. keep: checkpoints; older ones are removed. On several
+    ranks all call it, and rank 0 writes.
 
     Raises ConfigError for objects that cannot be saved, gradients that no optimizer has stepped, and a folder of
     another run; RowcastError if the disk fails, and the save before stays."""
     doors = adopted("save")
-    refuse_ranks("save")
     for table in tables_of(doors).values():
         if table.grad is not None and not table.is_stepped:
             raise ConfigError(
@@ -70,19 +71,23 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
             )
     if keep < 1:
         raise ConfigError(f"save(keep={keep}): the newest checkpoint always stays; give 1 or more")
+    content, adoption, (rank, num_ranks) = state_of(objects), doors.engine, rank_and_count()
+    for own in gathered(pack(drawn(doors.loops.states(), rank)), adoption.homes[0].device):
+        content |= unpack(own)
+    if rank:
+        return
     place, newest = Path(folder).resolve(), newest_of(Path(folder))
     run = run_to_save(place, newest, doors.runs.get(place), step)
-    content = pack(state_of(objects, doors.loops.states()))
-    adoption = doors.engine
     for home in adoption.homes:
         home.take_back()
     engine = adoption.with_all()
-    script = SavedScript(name=script_name(), tables=tuple(map(saved_table, adoption.homes)))
+    script = SavedScript(name=script_name(), tables=tuple(map(saved_table, adoption.homes)), num_ranks=num_ranks)
     goes_on = newest is not None and newest.script == script and next(reversed(doors.runs)) == place
+    unsaved = [home.unsaved_rows() for home in adoption.homes]
     engine.begin_save()
-    for home in adoption.homes:
-        send_home(home, home.unsaved_rows() if goes_on else torch.arange(len(home.here.first.lasts), device="cpu"))
-    (adoption.folder / OBJECTS_FILE).write_bytes(content)
+    for home, ids in zip(adoption.homes, unsaved, strict=True):
+        send_home(home, ids if goes_on else torch.arange(len(home.here.first.lasts), device="cpu"))
+    (adoption.folder / OBJECTS_FILE).write_bytes(pack(content))
     request = SaveRequest(
         folder=str(place),
         run_id=run.run_id,
@@ -102,7 +107,6 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
 
     Raises ConfigError if the run is of a job, or has other tables or objects; DataError if it is damaged."""
     doors = adopted("restore")
-    refuse_ranks("restore")
     place, manifest = Path(folder).resolve(), newest_of(Path(folder))
     if manifest is None:
         return 0
@@ -112,8 +116,7 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
     refuse_others(manifest.script, [saved_table(own) for own in doors.engine.homes], folder)
     assert manifest.dense is not None, "a script always saves objects"
     tensors = unpack(checked_file(root, manifest.dense).read_bytes())
-    saved = json.loads(tensors[STRUCTURE].numpy().tobytes())
-    structure = saved["objects"]
+    structure = read_json(tensors[STRUCTURE])
     refuse_other_objects(structure, objects, folder)
     rows = exported(place, manifest, doors.engine.folder / "restored")
     for own in manifest.script.tables:
@@ -128,14 +131,23 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
         tables[own.name].trained = None
     for part, (_, state) in zip(objects, structure, strict=True):
         load(part, rebuilt(state, tensors), tables)
-    doors.loops.restore(*(unpacked(rebuilt(own, tensors)) for own in saved["random"]))
+    states = read_json(tensors[f"random.{rank_and_count()[0]}.structure"])
+    doors.loops.restore(*(unpacked(rebuilt(own, tensors)) for own in states))
     note(doors, place, manifest)
     return manifest.train_steps
 
 
-def refuse_ranks(action: str) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ConfigError(f"rowcast.{action} is for a script on one rank; on several, use torch.save on rank 0")
+def rank_and_count() -> tuple[int, int]:
+    is_divided = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_divided else (0, 1)
+
+
+def gathered(content: bytes, device: torch.device) -> list[bytes]:
+    """What each rank passes to the same call. `device`: for what travels."""
+    if rank_and_count()[1] == 1:
+        return [content]
+    assert dist.group.WORLD is not None, "it is initialised"
+    return ranks_of(dist.group.WORLD, device).gather(content)
 
 
 def tables_of(doors: Doors) -> dict[str, AdoptedTable]:
@@ -198,6 +210,11 @@ def send_home(home: Home, ids: Tensor) -> None:
 
 
 def refuse_others(script: SavedScript, own: Sequence[SavedTable], folder: str | Path) -> None:
+    if script.num_ranks != (count := rank_and_count()[1]):
+        raise ConfigError(
+            f"restore: {folder} was saved on {script.num_ranks} ranks, whose number decides the bits of a script, and "
+            f"here are {count}; start it on {script.num_ranks}"
+        )
     for saved, here in zip_longest(script.tables, own):
         was, now = (table and f"{table.name} [{table.num_rows:,}, {table.dim}]" for table in (saved, here))
         if was != now:
@@ -238,7 +255,7 @@ def exported(place: Path, manifest: Manifest, folder: Path) -> ExportedRows:
 # objects
 
 
-def state_of(objects: Sequence[Stateful], drawn: Sequence[States]) -> Tensors:
+def state_of(objects: Sequence[Stateful]) -> Tensors:
     """Raises ConfigError for an object that cannot be saved."""
     tensors: Tensors = {}
     structure = []
@@ -258,9 +275,21 @@ def state_of(objects: Sequence[Stateful], drawn: Sequence[States]) -> Tensors:
             own = {names.get(name, name): tensor for name, tensor in own.items()}
             structure[-1][1] = renamed(structure[-1][1], names)
         tensors |= own
-    states = [flattened(packed(own), f"random.{n}", tensors) for n, own in enumerate(drawn)]
-    content = bytearray(json.dumps({"objects": structure, "random": states}).encode())
-    return {**tensors, STRUCTURE: torch.frombuffer(content, dtype=torch.uint8)}
+    return {**tensors, STRUCTURE: as_json(structure)}
+
+
+def drawn(states: Sequence[States], rank: int) -> Tensors:
+    tensors: Tensors = {}
+    structure = [flattened(packed(own), f"random.{rank}.{n}", tensors) for n, own in enumerate(states)]
+    return {**tensors, f"random.{rank}.structure": as_json(structure)}
+
+
+def as_json(structure: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(structure).encode()), dtype=torch.uint8)
+
+
+def read_json(content: Tensor) -> Any:
+    return json.loads(content.numpy().tobytes())
 
 
 def renamed(structure: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
