@@ -1,6 +1,4 @@
-"""Sends the model state through a ring, piece by piece: to the trainer at a start, from it at a barrier.
-
-Sends messages from any thread, and hands each arriving message to its handler.
+"""Sends messages from any thread, and hands each arriving message to its handler.
 
 If the two ends share no memory, each has a copy of both rings, and a message carries the bytes that it announces:
 
@@ -8,6 +6,8 @@ If the two ends share no memory, each has a copy of both rings, and a message ca
     mirrored  writer -> ring -> link -> ring <- reader      it also holds the bytes, copied before any handler runs
 
 Only the conversation knows which of the two applies.
+
+Sends the model state through a ring, piece by piece: to the trainer at a start, from it at a barrier.
 """
 
 import threading

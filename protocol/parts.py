@@ -1,4 +1,19 @@
-"""Divides the rows of every table among ranks: each row has one owner.
+"""Cuts a batch into parts: contiguous slices of its samples with separate gradients.
+
+    samples of a batch of 21    | 0 1 | 2 3 4 | 5 6 | 7 8 9 | ...        part m of M: from m * 21 // M on
+    8 parts                     |  0  |   1   |  2  |   3   | ...
+
+Only the batch and M decide a part's size. Parts differ by at most one sample; in a batch with fewer samples than parts,
+some are empty. The M / N parts of one of N ranks are also one contiguous slice, the same that it would have with N
+parts. What an array of the batch belongs to decides how it is cut:
+
+    [data.of]             array of the batch
+                          [B, ...]    an entry per sample: dense features, labels, and every array that is not named
+    time = "history"      [n, ...]    an entry per look-up of a feature, in their order
+    log_q = "negative"    [n, ...]    the same, of a feature that is the batch's: whole in every part with a sample
+    negative = "batch"                such a feature
+
+Divides the rows of every table among ranks: each row has one owner.
 
 Neighbouring rows stay together in blocks of 8. Each block has a point on a line. The shards divide the line evenly, in
 order, and the shard around the point owns the block:
@@ -14,21 +29,6 @@ So doubling the number of shards halves each one, and halving it joins neighbour
 The points of 256 neighbouring blocks are multiples of the golden ratio along the line, which spread as evenly as
 possible: if ids are sorted by frequency, no owner gets many more of the hot blocks. The first block's point is a hash
 of its table's name and its number, which also spreads ids with a pattern, such as multiples of a number.
-
-Cuts a batch into parts: contiguous slices of its samples with separate gradients.
-
-    samples of a batch of 21    | 0 1 | 2 3 4 | 5 6 | 7 8 9 | ...        part m of M: from m * 21 // M on
-    8 parts                     |  0  |   1   |  2  |   3   | ...
-
-Only the batch and M decide a part's size. Parts differ by at most one sample; in a batch with fewer samples than parts,
-some are empty. The M / N parts of one of N ranks are also one contiguous slice, the same that it would have with N
-parts. What an array of the batch belongs to decides how it is cut:
-
-    [data.of]             array of the batch
-                          [B, ...]    an entry per sample: dense features, labels, and every array that is not named
-    time = "history"      [n, ...]    an entry per look-up of a feature, in their order
-    log_q = "negative"    [n, ...]    the same, of a feature that is the batch's: whole in every part with a sample
-    negative = "batch"                such a feature
 
 Says which features a rank looks up of which parts, where ranks own whole tables and pool them for all.
 

@@ -1,12 +1,12 @@
-"""Keeps compiled loops on disk, as numba does; of processes that start beside each other, one compiles a loop.
+"""Compiles loops with numba on first use, caches them on disk if possible, and runs them without the GIL.
+
+Keeps compiled loops on disk, as numba does; of processes that start beside each other, one compiles a loop.
 
 The others wait until it is in the cache. A lock is a byte of a file, for each loop another, and ends with its process:
 
     <cache folder>/rowcast.loops     a line for what `rowcast prepare` has compiled these loops for; also the lock file
 
 numba's files are pickles: what is loaded can run anything. So only those are that no other user could have written.
-
-Compiles loops with numba on first use, caches them on disk if possible, and runs them without the GIL.
 """
 
 import fcntl

@@ -1,16 +1,16 @@
-"""Computes a run's traffic at each capacity, with the planner of training over the followed rows.
+"""Computes, for each store.memory, the rows from the cold tier and the waits for them.
+
+The planner of training runs over the followed rows with both levels, each scaled by their share (see `follow`). What
+enters memory and was trained before comes from the cold tier. It is brought there while up to 2 * depth + 2 steps pass,
+so the mean over that many consecutive steps counts: a stretch that reads longer than its steps take makes them wait.
+
+Computes a run's traffic at each capacity, with the planner of training over the followed rows.
 
     real        rows of each step      slots
     followed    their share of them    the same share of the slots (see `follow`)
 
 A count of followed rows, divided by their share, estimates that of all rows. Capacities are 1 or 1.5 times a power of
 two.
-
-Computes, for each store.memory, the rows from the cold tier and the waits for them.
-
-The planner of training runs over the followed rows with both levels, each scaled by their share (see `follow`). What
-enters memory and was trained before comes from the cold tier. It is brought there while up to 2 * depth + 2 steps pass,
-so the mean over that many consecutive steps counts: a stretch that reads longer than its steps take makes them wait.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,18 @@
-"""Computes when each task of a pipeline runs, and what it waits for.
+"""Models a run's pipeline as tasks on threads, with the dependencies of both engines.
+
+    decoders   decode p             a few batches ahead of their use
+    planning   read p + horizon, plan p        at most 2 * depth + 2 steps ahead of the trainer
+    fetcher    fetch p, send p      once rows of earlier steps are home, the ring has room, step p - depth - 1 is done
+    main       copy in p, fill p, step p       moves come first: a turn that moved rows computes nothing
+               exchange p       all exchanges of a step, here before the step
+    sender     copy out p           victims, once the ring has room
+    write-back write back p
+    mail       deliver              hand-overs between threads, mostly messages
+
+Where the trainer is a CPU, one thread moves rows and computes. On a device these are streams beside the thread that
+issues the work.
+
+Computes when each task of a pipeline runs, and what it waits for.
 
     thread     one task at a time; of several lanes, the first whose next task may begin
     lane       tasks in order
@@ -12,20 +26,6 @@ A task that begins late has one cause: the task that ended at that moment, on it
 followed back from the last task, are the critical path: no task on it can take longer without the end moving.
 
 Where more threads work than there are cores, each gets an equal share of them.
-
-Models a run's pipeline as tasks on threads, with the dependencies of both engines.
-
-    decoders   decode p             a few batches ahead of their use
-    planning   read p + horizon, plan p        at most 2 * depth + 2 steps ahead of the trainer
-    fetcher    fetch p, send p      once rows of earlier steps are home, the ring has room, step p - depth - 1 is done
-    main       copy in p, fill p, step p       moves come first: a turn that moved rows computes nothing
-               exchange p       all exchanges of a step, here before the step
-    sender     copy out p           victims, once the ring has room
-    write-back write back p
-    mail       deliver              hand-overs between threads, mostly messages
-
-Where the trainer is a CPU, one thread moves rows and computes. On a device these are streams beside the thread that
-issues the work.
 """
 
 import math

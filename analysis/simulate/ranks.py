@@ -1,11 +1,4 @@
-"""What all ranks of a simulated run exchange and move, step by step and in the mean, and by other placements of tables.
-
-Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link.
-
-Ways to place the tables are counted over the first batches, as `placement = "auto"` counts them
-(`prefetcher/planner/placement.py`).
-
-Simulates every rank of a run in one process, without tables, trainers or a network.
+"""Simulates every rank of a run in one process, without tables, trainers or a network.
 
     data --batches--> parts, grouped once --> shares of all ranks --> a planner for each rank
                                                       |                        |
@@ -13,6 +6,13 @@ Simulates every rank of a run in one process, without tables, trainers or a netw
 
 All settings with the same batches are simulated side by side while the data is read once, and nothing is kept of a
 batch but what its planners keep: the memory that it takes is that of N horizons.
+
+What all ranks of a simulated run exchange and move, step by step and in the mean, and by other placements of tables.
+
+Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link.
+
+Ways to place the tables are counted over the first batches, as `placement = "auto"` counts them
+(`prefetcher/planner/placement.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence

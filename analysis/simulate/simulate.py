@@ -1,6 +1,4 @@
-"""Defines the result of each simulated setting. Names are those of report.json.
-
-`rowcast simulate`: counts the rows that a run would move with other policies, capacities, horizons, batch sizes
+"""`rowcast simulate`: counts the rows that a run would move with other policies, capacities, horizons, batch sizes
 and orders, before it is trained.
 
     data set --batches--> scan: the distinct rows of each step      once a batch size and order
@@ -10,6 +8,8 @@ and orders, before it is trained.
 
 It runs the planner of training over the schedule of training, with slots divided as in training. So its counts of each
 step are those that a run would report, if a run can have the policy.
+
+Defines the result of each simulated setting. Names are those of report.json.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,12 +1,12 @@
-"""Reads the recordings of each pair of processes of a run, puts them on one clock, and follows each step through both.
+"""`rowcast timeline`: puts the recordings of a run into one file for Perfetto, and prints a summary.
+
+Reads the recordings of each pair of processes of a run, puts them on one clock, and follows each step through both.
 
     prefetcher   plan p+4  fetch p+4  send p+4        plan p+5  fetch p+5  send p+5
     trainer      |---------- step p ----------|       |---------- step p+1 ---------|
 
 Within one boot of one host all clocks are the same. Recordings of two boots or hosts are aligned by the wall clock,
 which is as accurate as the hosts' clocks. All times are in microseconds.
-
-`rowcast timeline`: puts the recordings of a run into one file for Perfetto, and prints a summary.
 """
 
 import re

@@ -1,16 +1,4 @@
-"""Plans the sum of each row's gradients from several sources, as a tree over the sources.
-
-    sources        1 4 | 4 7 | 1 4        ascending; a position counts through all of them: 0 to 5
-    sorted         1  1  4  4  4  7       by key, and by source within a row
-    order          0  4  1  2  5  3       their positions
-    level 1                1<-2           sources 0 and 1 are neighbours; source 2 has none
-    level 2        0<-4    1<-5           of nodes 0 and 1
-    roots          0       1      3       the first position of each row: additions go to the left
-
-A source s is in node s >> level of a level. Two neighbours of a row are added at the first level at which their sources
-share a node, and each goes to the first position of its own node.
-
-Plans a group's exchange between ranks in a step: owners send rows to the ranks that look them up, and get gradients
+"""Plans a group's exchange between ranks in a step: owners send rows to the ranks that look them up, and get gradients
 back.
 
 A rank finds in its own samples which rows it wants of every owner (`want`). With what all ranks want of its shard it
@@ -31,6 +19,18 @@ A rank that owns whole tables of the group also looks these up for the parts of 
 *sources* are its own parts, then those. Nobody else looks up their rows, so all of these stay.
 
 `ShareOfBatch` makes a rank's plan from both: the look-ups of its sources, and the rows of its shard for all ranks.
+
+Plans the sum of each row's gradients from several sources, as a tree over the sources.
+
+    sources        1 4 | 4 7 | 1 4        ascending; a position counts through all of them: 0 to 5
+    sorted         1  1  4  4  4  7       by key, and by source within a row
+    order          0  4  1  2  5  3       their positions
+    level 1                1<-2           sources 0 and 1 are neighbours; source 2 has none
+    level 2        0<-4    1<-5           of nodes 0 and 1
+    roots          0       1      3       the first position of each row: additions go to the left
+
+A source s is in node s >> level of a level. Two neighbours of a row are added at the first level at which their sources
+share a node, and each goes to the first position of its own node.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Prepares the values of columns by `data.columns.prepare`: pure functions of a column, in fp64.
+"""Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
+
+Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
+
+Prepares the values of columns by `data.columns.prepare`: pure functions of a column, in fp64.
 
     map -> fill -> least -> log1p -> standardize -> at_least       numbers
                                                     buckets        ids: 0 missing, 1 below the first bound, ...
@@ -6,10 +10,6 @@
 A missing value is NaN until `fill`. Without rules, numbers keep their values and dtypes.
 
 Decides which columns of a file with named columns are labels, dense features, ids and weights.
-
-Decodes typed columns into the checked arrays of a batch, by the roles that the job gives them.
-
-Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under data.columns.hash, or lists of these.
 """
 
 import re

@@ -1,6 +1,4 @@
-"""Lets one process make files in a folder while others wait for them.
-
-Turns text files into typed columns once, and keeps them as Arrow files, which later starts map.
+"""Turns text files into typed columns once, and keeps them as Arrow files, which later starts map.
 
     <copies>/<name>-<xxh3_64 of path and rules>.arrow    record batches of typed columns (`arrow_rows.py`)
     ...                                         .json    `Made`: of which bytes, by which rules, and checksums
@@ -10,6 +8,8 @@ A source of the recorded size, times and inode is taken to be the same. If one d
 and the copy stays if the hash is the recorded one. A copy that is torn, damaged or of other rules is made again: the
 whole file is covered by checksums, that of a record batch is verified when a process first uses it. Nothing is removed
 but what a dead process has left unfinished.
+
+Lets one process make files in a folder while others wait for them.
 """
 
 import errno

@@ -1,4 +1,6 @@
-"""Samples the contents of data files, so that a restart detects different data in files of the same sizes.
+"""Finds the files of a job's data and splits their rows into training and evaluation.
+
+Samples the contents of data files, so that a restart detects different data in files of the same sizes.
 
 Checkpoints keep the checksums, so this rule must never change. It depends only on the files' number and sizes:
 
@@ -7,8 +9,6 @@ Checkpoints keep the checksums, so this rule must never change. It depends only 
     where they begin     the first at the start of the file, the last where it ends with the file, the others evenly
                          between; a file no longer than its blocks together is read whole
     checksum             xxh3_64 of the blocks, in order
-
-Finds the files of a job's data and splits their rows into training and evaluation.
 """
 
 import glob

@@ -1,6 +1,6 @@
-"""Compares kernels with `torch_ops` on a thousand random rows, before they are used on this machine.
+"""Chooses the kernels for a device; imports Triton and numba only if they are used.
 
-Chooses the kernels for a device; imports Triton and numba only if they are used.
+Compares kernels with `torch_ops` on a thousand random rows, before they are used on this machine.
 """
 
 import subprocess

@@ -1,4 +1,11 @@
-"""Compiled loops over rows, for `compiled_ops`; the loops of the row optimizers are in `row_optimizers/`.
+"""Implements the kernels on a CPU, with the bits of `torch_ops`, all groups in one call and in one pass over the rows.
+
+    look-up    rows -> sum, divide -> result
+    update     gradients -> sum -> `update` of the row optimizer -> weights and states
+
+`torch_ops` does the rest: other row optimizers, clipped gradients, rows that are not fp32, and a separate `apply`.
+
+Compiled loops over rows, for `compiled_ops`; the loops of the row optimizers are in `row_optimizers/`.
 
 Rows and gradients are flat arrays; a field of the records has a start and a stride:
 
@@ -13,13 +20,6 @@ with that test is not vectorized.
 A loop over `ranges` does this for ranges of several groups in one call. A range has a row of the group's number, the
 first item, the one after the last, and what to add to item * D, and to the item, for its place in memory that the
 ranges share.
-
-Implements the kernels on a CPU, with the bits of `torch_ops`, all groups in one call and in one pass over the rows.
-
-    look-up    rows -> sum, divide -> result
-    update     gradients -> sum -> `update` of the row optimizer -> weights and states
-
-`torch_ops` does the rest: other row optimizers, clipped gradients, rows that are not fp32, and a separate `apply`.
 """
 
 from collections.abc import Callable, Iterator, Sequence

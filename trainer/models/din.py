@@ -1,17 +1,4 @@
-"""TBSM: Ishkhanov et al., Time-based Sequence Model for Personalization and Recommendation Systems (arXiv 2008.11922).
-
-    time step       0    1   ...  T-1  |   T = the target
-    sequences      e0   e1        eT-1 |   eT               the last T + 1 entries; with fewer, a sample begins later
-    other features same at every step  |
-    DLRM           h0   h1   ...  hT-1 |   w                one network for all steps; vectors of length 1
-    attention       a = H A'A w, c = MLP(a) H               the context c: the history, weighted
-    final MLP      logit of [c, w]
-
-As in the authors' program (github.com/facebookresearch/tbsm, with their defaults: one time series layer, inner product
-"def", mechanism "mlp"). A step before a sample's first entry is a zero vector there and here. Bottom and top MLP end in
-a ReLU, the attention's MLP in a sigmoid.
-
-DIN: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (arXiv 1706.06978).
+"""DIN: Zhou et al., Deep Interest Network for Click-Through Rate Prediction (arXiv 1706.06978).
 
     histories  k1 k2 ... kT            the last T entries; those at the same place, joined: item, shop, category
     targets    q  q  ... q             the candidate's, joined in the same order
@@ -27,6 +14,19 @@ Hidden layers end in Dice or PReLU (section 5.3):
 
  The paper gives the attention's MLP q, k and an "out product"; the four vectors here
 are those of the authors' program (github.com/zhougr1993/DeepInterestNetwork), without its scaling before the softmax.
+
+TBSM: Ishkhanov et al., Time-based Sequence Model for Personalization and Recommendation Systems (arXiv 2008.11922).
+
+    time step       0    1   ...  T-1  |   T = the target
+    sequences      e0   e1        eT-1 |   eT               the last T + 1 entries; with fewer, a sample begins later
+    other features same at every step  |
+    DLRM           h0   h1   ...  hT-1 |   w                one network for all steps; vectors of length 1
+    attention       a = H A'A w, c = MLP(a) H               the context c: the history, weighted
+    final MLP      logit of [c, w]
+
+As in the authors' program (github.com/facebookresearch/tbsm, with their defaults: one time series layer, inner product
+"def", mechanism "mlp"). A step before a sample's first entry is a zero vector there and here. Bottom and top MLP end in
+a ReLU, the attention's MLP in a sigmoid.
 """
 
 from collections.abc import Sequence

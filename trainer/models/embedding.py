@@ -1,4 +1,6 @@
-"""Defines `Sequences`: the rows of a feature that is not pooled (pooling = "none"), one per look-up, sample by sample.
+"""Looks up rows by slot in the device cache, and updates them in place in the backward pass.
+
+Defines `Sequences`: the rows of a feature that is not pooled (pooling = "none"), one per look-up, sample by sample.
 
     offsets         0      2 2         5
     values          a0 a1      c0 c1 c2       sample 0 has two look-ups, sample 1 none, sample 2 three
@@ -7,8 +9,6 @@
 
 Here length = 3. Look-ups keep the order of the data, the newest last if that is ordered by time; beyond `length`
 look-ups, the first ones are dropped.
-
-Looks up rows by slot in the device cache, and updates them in place in the backward pass.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,15 @@
-"""Trains the dense weights once the gradients of a step are complete: by `[optimizer.dense]`, or by the model's code.
+"""Runs a job's model, for the trainer and the plain loop: precision, compilation, and the step of its weights.
+
+forward                         dense, rows f32, arrays -> linear weights split off -> autocast, compiled or not
+                                -> outputs f32
+loss                            outputs, labels -> the model's own loss, or binary cross entropy
+(its backward)
+step                            gradients -> weights, as below
+
+A compiled model's bits differ from the plain model's, and each shape needs a separate graph. So only train batches of
+`data.batch_size` samples run compiled; smaller batches and evaluation use the plain model.
+
+Trains the dense weights once the gradients of a step are complete: by `[optimizer.dense]`, or by the model's code.
 
 OptimizerStep    gradients -> clip -> learning rate of the step -> torch.optim
 ModelStep        gradients -> the model's step(train_step), with its `training_objects`
@@ -9,17 +20,6 @@ ModelStep        gradients -> the model's step(train_step), with its `training_o
     state        of the objects, for a checkpoint
     restore      without a `state` the objects stay as in a new run; raises Mismatch
     tried        saves and restores a user's objects; returns the checksum of each state, by name; raises ConfigError
-
-Runs a job's model, for the trainer and the plain loop: precision, compilation, and the step of its weights.
-
-forward                         dense, rows f32, arrays -> linear weights split off -> autocast, compiled or not
-                                -> outputs f32
-loss                            outputs, labels -> the model's own loss, or binary cross entropy
-(its backward)
-step                            gradients -> weights, as above
-
-A compiled model's bits differ from the plain model's, and each shape needs a separate graph. So only train batches of
-`data.batch_size` samples run compiled; smaller batches and evaluation use the plain model.
 """
 
 import inspect

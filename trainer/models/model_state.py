@@ -1,9 +1,4 @@
-"""Saves and restores the states of objects that a user's code gives: optimizers, schedules, averages, counters.
-
-<prefix>.<n>.<number>    tensors of the n-th object, by state_dict and load_state_dict
-<prefix>.structure       u8, JSON: the nesting around the tensors
-
-Saves and restores a checkpoint's model state, everything outside the tables, as safetensors.
+"""Saves and restores a checkpoint's model state, everything outside the tables, as safetensors.
 
     model.<name>                weights and buffers, under the model's own names
     optimizer.<name>.<state>    of the dense optimizer
@@ -14,6 +9,11 @@ Saves and restores a checkpoint's model state, everything outside the tables, as
     evaluations                 u8, the results so far as JSON
 
 An imported file may hold only weights; the rest starts as in a new run.
+
+Saves and restores the states of objects that a user's code gives: optimizers, schedules, averages, counters.
+
+<prefix>.<n>.<number>    tensors of the n-th object, by state_dict and load_state_dict
+<prefix>.structure       u8, JSON: the nesting around the tensors
 """
 
 import json

@@ -1,4 +1,9 @@
-"""Looks up and trains rows on several ranks: receives rows from their owners, and returns gradients to them.
+"""Looks up the rows of a step from all ranks and trains them, for the runner of a job and for a training script.
+
+compute    send rows |      | pool; forward and backward of each part; reduce |           | train |
+exchange             | rows |                                                 | gradients |
+
+Looks up and trains rows on several ranks: receives rows from their owners, and returns gradients to them.
 
     send       slots -> the rows that other ranks look up           `Memory.sent`       [sent, D]
                slots -> those that this rank looks up itself        `Memory.received`   [:stay]
@@ -18,11 +23,6 @@ Exchanges pooled vectors of tables that one rank owns whole: their owner looks t
                                                                  of vectors          of rows
 
 `protocol/parts.py` says which rank pools what, and how many vectors travel.
-
-Looks up the rows of a step from all ranks and trains them, for the runner of a job and for a training script.
-
-compute    send rows |      | pool; forward and backward of each part; reduce |           | train |
-exchange             | rows |                                                 | gradients |
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
-"""What a trainer is started for: to train, to evaluate a checkpoint, or to score samples with it.
+"""Reads this process's rank from torchrun's variables.
 
-Reads this process's rank from torchrun's variables.
+What a trainer is started for: to train, to evaluate a checkpoint, or to score samples with it.
 """
 
 from collections.abc import Mapping

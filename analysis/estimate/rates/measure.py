@@ -1,4 +1,9 @@
-"""Times work under the cache conditions of a step.
+"""`trainer rates`: measures what this device does with a job's kernels, for `rowcast estimate`.
+
+Shapes lie around the job's own. Each is timed several times, in random rounds over all shapes. A shared machine is
+slower for seconds at a time: so these fall on a few measurements of many shapes, and the medians leave them out.
+
+Times work under the cache conditions of a step.
 
 rows    in no cache of a CPU: other rows were touched since. A sweep over more memory than they hold comes before
 layers  in the last cache: weights and gradients were used a step ago. The sweep is over the caches of a core
@@ -6,11 +11,6 @@ layers  in the last cache: weights and gradients were used a step ago. The sweep
 CPU, one thread     processor time, so that other programs do not count
 CPU, more threads   wall time: the processor time of threads that work at once would be added up
 CUDA                marks on the stream; the sweep before all work lets the host run ahead, so no launch waits
-
-`trainer rates`: measures what this device does with a job's kernels, for `rowcast estimate`.
-
-Shapes lie around the job's own. Each is timed several times, in random rounds over all shapes. A shared machine is
-slower for seconds at a time: so these fall on a few measurements of many shapes, and the medians leave them out.
 """
 
 import math

@@ -1,15 +1,15 @@
-"""Times exchanges between ranks, with as many processes as a job has on a host.
+"""Measures the time that a step spends outside its kernels, by type: both processes run a small job with --timeline.
+
+Its kernels are measured as well, and its plans say how often each step calls them. The trainer's processor time tells
+how much is left, and its timeline divides it among launch, Python and lock. Other programs only add to the times of the
+timeline, so each is that of the fastest quarter of the steps.
+
+Times exchanges between ranks, with as many processes as a job has on a host.
 
     python -m rowcast.analysis.estimate.rates.overheads NUMBER COUNT DEVICE FOLDER
 
 Number 0 writes its samples to stdout: bytes that it sends to the others, and seconds. These are of the wall clock, as
 other processes and threads do the work.
-
-Measures the time that a step spends outside its kernels, by type: both processes run a small job with --timeline.
-
-Its kernels are measured as well, and its plans say how often each step calls them. The trainer's processor time tells
-how much is left, and its timeline divides it among launch, Python and lock. Other programs only add to the times of the
-timeline, so each is that of the fastest quarter of the steps.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Explains why a line is not Criteo TSV, by reading field by field after the fast parser has refused its block.
-
-Reads Criteo's TSV: label, 13 integers, 26 hashes of 8 hex digits, between tabs, without a header; plain or gzip.
+"""Reads Criteo's TSV: label, 13 integers, 26 hashes of 8 hex digits, between tabs, without a header; plain or gzip.
 
 Any field except the label may be empty.
 
     dense = log(max(x, 0) + 1) in float64, rounded to float32; empty = 0
     id    = hash mod num_embeddings, unsigned; empty = 0
+
+Explains why a line is not Criteo TSV, by reading field by field after the fast parser has refused its block.
 """
 
 from functools import partial

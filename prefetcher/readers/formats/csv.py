@@ -1,6 +1,4 @@
-"""Explains why a line does not fit its header, by reading cell by cell after the fast parser has refused its block.
-
-Reads CSV with a header, plain or gzip: the columns that data.columns and the features name, typed by their roles.
+"""Reads CSV with a header, plain or gzip: the columns that data.columns and the features name, typed by their roles.
 
     label, dense, weights    numbers; True and False if a column starts with one of them; an empty cell is NaN
     ids                      integers, or text under data.columns.hash, whose bytes are hashed; an empty cell is missing
@@ -8,6 +6,8 @@ Reads CSV with a header, plain or gzip: the columns that data.columns and the fe
                              is missing
 
 Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are read as in Criteo TSV.
+
+Explains why a line does not fit its header, by reading cell by cell after the fast parser has refused its block.
 """
 
 import csv

@@ -1,8 +1,4 @@
-"""Checks the arrays of batches of code outside this project: their dtypes, and how many entries they have.
-
-Checks batches of code outside this project before use: shapes, dtypes, ids and values.
-
-Reads batches from Python code, `data.format = "package.module:factory"`, and checks each.
+"""Reads batches from Python code, `data.format = "package.module:factory"`, and checks each.
 
 The factory is called as factory(job, **job.data.options), or without the job if it has no such argument. It returns one
 of
@@ -15,6 +11,10 @@ of
 A batch is a `Batch`, or has one of the shapes that `user_arrays.py` reads. The factory decides order, split and
 shuffle. Unless an object has `start`, continuing at a batch first makes all earlier ones, and one worker makes all
 batches: it could not skip any.
+
+Checks the arrays of batches of code outside this project: their dtypes, and how many entries they have.
+
+Checks batches of code outside this project before use: shapes, dtypes, ids and values.
 """
 
 import inspect

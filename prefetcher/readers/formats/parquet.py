@@ -1,4 +1,10 @@
-"""Reads rows of Parquet files as a sequence of Arrow record batches.
+"""Reads Parquet: a feature is the column of its name, with one id per sample or a list of ids (a bag; null = empty).
+
+Ids are integers or, under data.columns.hash, strings. A null id is missing, in a list too. data.columns names the
+labels and the dense columns; their values are used unchanged. A feature's weights are a column of numbers, or of lists
+as long as its lists of ids.
+
+Reads rows of Parquet files as a sequence of Arrow record batches.
 
     file  | row group       | row group       | ...
           | batch | batch | | batch | batch | |       read forward, only the requested columns
@@ -6,12 +12,6 @@
 
 Row groups without a requested row are skipped. Within a row group, Arrow can only read forward, so each worker that
 needs rows of a group decompresses all its requested columns.
-
-Reads Parquet: a feature is the column of its name, with one id per sample or a list of ids (a bag; null = empty).
-
-Ids are integers or, under data.columns.hash, strings. A null id is missing, in a list too. data.columns names the
-labels and the dense columns; their values are used unchanged. A feature's weights are a column of numbers, or of lists
-as long as its lists of ids.
 """
 
 from bisect import bisect_right

@@ -1,9 +1,4 @@
-"""Computes synthetic data: random numbers by counter, Zipf ranks, permuted ids, effects on the label.
-
-Everything is a pure function of (seed, stream, counter): a sample needs no earlier samples, and no column's memory
-grows with its ids.
-
-Generates click logs of any length for any tables, with Zipf-distributed ids and labels that only embeddings explain.
+"""Generates click logs of any length for any tables, with Zipf-distributed ids and labels that only embeddings explain.
 
 Sample i of column c is a function of (seed, c, i), so any row is computed directly: `shuffle = "full"` is allowed and a
 run can continue at any batch. The label is drawn from a hidden logistic model
@@ -13,6 +8,11 @@ run can continue at any batch. The label is drawn from a hidden logistic model
 with a label rate of about 0.26. Together the effects have deviation SIGMA; most of it is in features with few or very
 frequent ids, which a model learns first. At the Criteo cardinalities the true model's AUC is about 0.85, and 0.54 from
 the dense features alone. Several labels (data.columns.labels) are independent draws from the same model.
+
+Computes synthetic data: random numbers by counter, Zipf ranks, permuted ids, effects on the label.
+
+Everything is a pure function of (seed, stream, counter): a sample needs no earlier samples, and no column's memory
+grows with its ids.
 """
 
 from contextlib import AbstractContextManager, nullcontext
