@@ -2,6 +2,7 @@
 
 import msgspec
 
+from rowcast.protocol.first_values import RowRule
 from rowcast.runtime.checkpoint_manifest import SavedScript
 
 SETUP = "script.json"  # in the run directory
@@ -11,6 +12,7 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """First values of some columns of a table's records."""
 
     width: int
+    rule: RowRule | None = None  # None: they are in a file, or all alike
     path: str = ""  # a file with f32 [rows, width]; "": all have `value`
     offset: int = 0  # bytes before the first row
     row_bytes: int = 0  # from a row to the next; 0: rows follow each other

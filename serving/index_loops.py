@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rowcast.prefetcher.stores.first_values import Initializer, fill_row
 from rowcast.prefetcher.stores.row_loops import Positions
 from rowcast.prefetcher.stores.store import ABSENT
+from rowcast.protocol.first_values import Initializer, fill_row
 from rowcast.runtime.arrays import F32, FACTOR_1, FACTOR_2, GOLDEN, I64, U16, U32, U64, Bytes
 from rowcast.runtime.compiled import (
     c_madvise,

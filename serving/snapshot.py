@@ -25,8 +25,8 @@ from rowcast.prefetcher.readers.id_check import (
     require_weights,
 )
 from rowcast.prefetcher.stores.elements import rounded, widened
-from rowcast.prefetcher.stores.first_values import table_initializer
 from rowcast.prefetcher.stores.store import ABSENT
+from rowcast.protocol.first_values import table_initializer
 from rowcast.runtime.arrays import F32, I64, U64, Bytes
 from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import ConfigError, DataError

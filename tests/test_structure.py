@@ -29,8 +29,8 @@ FORBIDDEN = {  # package -> what it may not import
 }
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
-        "arrange batch plan_layout script_setup",
-        "parts",
+        "arrange batch first_values plan_layout",
+        "parts script_setup",
         "messages",
         "plan",
         "codec counters order",

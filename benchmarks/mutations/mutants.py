@@ -1016,10 +1016,22 @@ tests/adopt/test_script_engine.py::test_every_read_gives_the_last_write
         late.number > message.returned: => late.number >= message.returned:
 ::test_rows_in_slots_are_those_that_came_last
     a row that has left its slot is still looked for there
-        self.slot_of[before[before >= 0]] = 0 => pass
+        row_in[cells[cell]] != rows[i]: => False:
+::test_rows_that_come_and_go_for_long_are_found_in_memory_that_follows_the_slots
+    cells that are emptied lose today's rows
+        slots = np.flatnonzero(self.row_in >= 0) => pass
 ::test_what_is_not_known_to_be_home_is_bounded
     what is not known to be home grows without end
         if len(self._leaving) > MOST_LEAVING: => if False:
+tests/adopt/test_ruled_tables.py::test_nothing_is_drawn_and_another_seed_gives_other_rows
+    the seed of a rule is ignored
+        self._init, self._seed = init, seed => self._init, self._seed = init, 0
+::test_each_rule_has_the_bits_of_the_twin_with_rows_in_this_process
+    a rule makes the row after
+        self.rule.rows(index.numpy()) => self.rule.rows(index.numpy() + 1)
+::test_rows_by_a_rule_have_the_bits_of_the_twin
+    rows that were trained stay in an engine that ends
+        self.here.ids, self.here.rows = ids, self._copied_rows(ids) => pass
 tests/adopt/test_rows_home.py::test_a_row_that_is_returned_and_then_leaves_has_its_newest_value
     a victim is written beside a row that a script has returned
         or any(own.is_alone for own in self._writing) => or False

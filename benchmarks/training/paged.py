@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import table_specs
-from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import Batch
+from rowcast.protocol.first_values import initial_rows
 
 
 class PagedRows:

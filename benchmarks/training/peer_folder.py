@@ -9,8 +9,8 @@ import numpy as np
 from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
 from rowcast.job.tables import table_specs
-from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.first_values import initial_rows
 from rowcast.trainer.models import build_model
 
 

@@ -14,7 +14,7 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
 from rowcast.prefetcher.planner.planner import groupers_of, job_planner
 from rowcast.prefetcher.readers.reader import open_reader, schedule
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.protocol.batch import ScheduledBatch
 
 

@@ -23,7 +23,7 @@ from benchmarks.training.replay import RecordedPlan
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StepHeader
 from rowcast.protocol.plan import step_block, step_header

@@ -32,8 +32,8 @@ from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.schema import Job
 from rowcast.job.tables import TableSpec, table_specs
 from rowcast.prefetcher.readers.reader import open_reader, schedule
-from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.protocol.batch import Batch
+from rowcast.protocol.first_values import initial_rows
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.models import build_dense_optimizer, build_model
 from rowcast.trainer.models.job_model import mean_loss

@@ -30,7 +30,7 @@ from rowcast.prefetcher.checkpoints.pieces import AscendingRows, saved_rows
 from rowcast.prefetcher.checkpoints.row_files import Rows
 from rowcast.prefetcher.checkpoints.saved_tables import saved_tables
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.store import Records
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file

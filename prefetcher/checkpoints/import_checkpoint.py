@@ -32,7 +32,7 @@ from rowcast.prefetcher.checkpoints.pieces import saved_rows
 from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
 from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, FiniteRows, elements_of, rounded, widened
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import IdType, Manifest, Position, checked_file
 from rowcast.runtime.disk import Disk

@@ -11,7 +11,7 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.row_files import Rows, row_file_header
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import Manifest, RowFile
 from rowcast.runtime.errors import DataError

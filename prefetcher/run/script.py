@@ -77,7 +77,7 @@ class ScriptStore(TrackedStore):
             chosen, begin = np.flatnonzero(tables == table), 0
             rows = keys[chosen] & ROW_MASK
             for own in columns:
-                values = self._values[own][rows] if own.path else own.value
+                values = own.rule.rows(rows) if own.rule else self._values[own][rows] if own.path else own.value
                 records[places[chosen], begin : begin + own.width] = values
                 begin += own.width
 

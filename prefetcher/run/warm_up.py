@@ -17,7 +17,6 @@ from rowcast.prefetcher.stores.all_stores import AllStores
 from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
 from rowcast.prefetcher.stores.elements import FiniteRows
-from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.row_loops import BITS, gather_lines, scatter_lines
 from rowcast.prefetcher.stores.store import Records, finish
@@ -27,6 +26,7 @@ from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, ScheduledBatch
+from rowcast.protocol.first_values import initial_rows
 from rowcast.protocol.parts import Rank, Shards
 from rowcast.runtime.compiled import STORES_PAST_CACHES, LoopCache
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow

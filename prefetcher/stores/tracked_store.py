@@ -8,7 +8,7 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES
 from rowcast.job.tables import ROW_MASK, GroupSpec
-from rowcast.prefetcher.stores.first_values import fill_first_records
+from rowcast.prefetcher.stores.first_records import fill_first_records
 from rowcast.prefetcher.stores.frozen_rows import FrozenRows
 from rowcast.prefetcher.stores.row_loops import BITS, clear_all_bits, clear_bits, count_bits, set_bits
 from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket, finish

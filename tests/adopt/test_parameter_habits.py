@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowcast
+from rowcast.trainer.adopt import first_rows
 from rowcast.trainer.adopt.table_parameter import TableParameter
 
 ROWS, DIM, STEPS, CAPACITY = 300, 4, 12, "90 rows"
@@ -495,7 +496,9 @@ class Together(Script):
             writes_held(self, 2, ids)
 
 
-def test_habits_have_the_same_bits_with_rows_in_the_engine() -> None:
+@pytest.mark.parametrize("most_whole", [0, ROWS], ids=["large", "small"])
+def test_habits_have_the_same_bits_with_rows_in_the_engine(most_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_rows, "MOST_WHOLE", most_whole)
     assert_same_as_un_adopted(Together)
 
 

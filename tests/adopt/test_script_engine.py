@@ -10,8 +10,9 @@ from torch import Tensor
 from rowcast.prefetcher.pipeline import fetcher
 from rowcast.runtime.arrays import I64
 from rowcast.trainer.adopt import script_engine
+from rowcast.trainer.adopt.residency import Residency
 from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.script_engine import Place, Residency
+from rowcast.trainer.adopt.script_engine import Place
 from tests.adopt.script_pair import PlainRows, ScriptPair
 from tests.support.repeats import count
 
@@ -164,7 +165,7 @@ def test_what_is_not_known_to_be_home_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_in_slots_are_those_that_came_last() -> None:
-    residency = Residency(num_rows=5, num_slots=2)
+    residency = Residency(num_slots=2)
     residency.coming[:] = [3, 1]
     assert residency.fill(np.array([0, 1])).tolist() == [3, 1]
     assert residency.slots(np.arange(5)).tolist() == [-1, 1, -1, 0, -1]
@@ -172,3 +173,15 @@ def test_rows_in_slots_are_those_that_came_last() -> None:
     assert residency.slots(np.array([3, 4])).tolist() == [0, -1]  # it has not come yet
     assert residency.fill(np.array([0])).tolist() == [4]
     assert residency.slots(np.arange(5)).tolist() == [-1, 1, -1, -1, 0]
+
+
+def test_rows_that_come_and_go_for_long_are_found_in_memory_that_follows_the_slots() -> None:
+    chance, num_slots = np.random.default_rng(1), 37
+    residency, plain = Residency(num_slots), dict[int, int]()
+    rows = chance.integers(2**48, size=200)
+    for _ in range(300):
+        slots = chance.permutation(num_slots)[: chance.integers(1, num_slots)]
+        plain = {row: slot for row, slot in plain.items() if slot not in slots}
+        residency.coming[slots] = chance.permutation(np.setdiff1d(rows, [*plain]))[: len(slots)]
+        plain.update(zip(residency.fill(slots).tolist(), slots.tolist(), strict=True))
+        assert residency.slots(rows).tolist() == [plain.get(row, -1) for row in rows.tolist()]

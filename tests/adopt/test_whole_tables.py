@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import rowcast
 from rowcast.prefetcher.run.script import mapped
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.adopt.rows import ChangedRows, place_of
+from rowcast.trainer.adopt.first_rows import place_of
+from rowcast.trainer.adopt.rows import ChangedRows
 from tests.support.facts import facts
 
 ROWS, DIM = 40, 3

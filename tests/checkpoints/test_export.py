@@ -19,7 +19,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints import export, row_files
 from rowcast.prefetcher.checkpoints.export import CheckpointRows, SavedModelState, export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest

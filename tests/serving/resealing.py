@@ -27,7 +27,7 @@ import xxhash
 
 from rowcast.job.tables import TableSpec
 from rowcast.prefetcher.stores.elements import rounded, widened
-from rowcast.prefetcher.stores.first_values import initial_rows
+from rowcast.protocol.first_values import initial_rows
 from rowcast.runtime.errors import DataError
 from rowcast.serving.model import Model
 from rowcast.serving.version_file import CURRENT, VERSION_NAME, version_name

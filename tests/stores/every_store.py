@@ -17,11 +17,11 @@ from rowcast.job.stores import STORES as REGISTERED
 from rowcast.job.stores import Redis, StoreWithTier
 from rowcast.job.tables import ROW_MASK, GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import touched_rows
-from rowcast.prefetcher.stores.first_values import initial_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
+from rowcast.protocol.first_values import initial_rows
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.stages import ThreadPool
 from tests.support import jobs

@@ -10,10 +10,11 @@ from torch import Tensor
 from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
-from rowcast.prefetcher.stores.first_values import first_records, initial_rows
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.protocol.first_values import initial_rows
 from rowcast.trainer.kernels import DTYPES
 from tests.support.batches import small_job
 

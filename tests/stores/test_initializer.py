@@ -9,14 +9,7 @@ import pytest
 import xxhash
 
 from rowcast.job.tables import TableSpec
-from rowcast.prefetcher.stores.first_values import (
-    Initializer,
-    fill_initial,
-    fill_row,
-    initial_rows,
-    philox,
-    table_initializer,
-)
+from rowcast.protocol.first_values import Initializer, fill_initial, fill_row, initial_rows, philox, table_initializer
 from rowcast.runtime.compiled import STORES_PAST_CACHES as IS_X86
 from rowcast.runtime.compiled import compiled
 

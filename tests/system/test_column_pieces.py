@@ -22,7 +22,7 @@ from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.prefetcher.checkpoints.pieces import saved_rows
 from rowcast.prefetcher.checkpoints.restore import OwnShard
-from rowcast.prefetcher.stores.first_values import first_records
+from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.store import finish
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError

@@ -4,5 +4,6 @@ the door         adopt, mapped_tables, table_parameter               what the sc
 its steps        adopted_table, script_optimizer, optimizer_trial    rows and gradients of a step, and its optimizer
                  catch_up, missed_steps, step_log                    steps that rows have missed
                  read_ahead, id_program, given_ids                   the rows of coming steps
-rows between     rows, adoption, script_engine, script_process       here until the first step, then in the engine
+rows between     rows, first_rows, adoption                          here until the first step, then in the engine
+                 script_engine, residency, script_process
 """

@@ -12,6 +12,7 @@ they take no more than half of it, and the others share the rest.
 import atexit
 import functools
 import gc
+import math
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -31,6 +32,7 @@ from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, store_of
 from rowcast.trainer.adopt.data_parallel import refuse_earlier, refuse_wrappers
 from rowcast.trainer.adopt.given_ids import LookedUp, given_by
+from rowcast.trainer.adopt.mapped_tables import RuledTable
 from rowcast.trainer.adopt.random_states import NO_LOOP, Loop, Loops
 from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
 from rowcast.trainer.adopt.rows import Home
@@ -85,6 +87,12 @@ def tables_of(model: nn.Module, tables: Collection[str], keep: Collection[str]) 
     of_modules = {id(own._parameters.get("weight")) for own in model.modules() if isinstance(own, KINDS)}
     found = {name: own for name, own in parameters.items() if id(own) in of_modules or name in tables}
     refuse_unknown("keep", keep, found)
+    for name in keep:
+        if isinstance(found[name], RuledTable):
+            raise ConfigError(
+                f"adopt(keep=[{name!r}]): a rule makes its {len(found[name]):,} rows when they are needed, so it "
+                "cannot be on the device as a whole; leave it out of keep"
+            )
     left = {id(found[name]) for name in keep}
     names = {id(own): name for name, own in reversed(found.items())}
     return {
@@ -105,10 +113,10 @@ def refuse_unknown(argument: str, names: Collection[str], known: Collection[str]
 
 def those_that_do_not_fit(found: Mapping[str, nn.Parameter], room: Capacity) -> list[str]:
     """The names of the tables to adopt, in the model's order."""
-    costs = {name: room.cost(own) for name, own in found.items()}
+    costs = {name: math.inf if isinstance(own, RuledTable) else room.cost(own) for name, own in found.items()}
     if sum(costs.values()) <= room.most:
         return []
-    taken = 0
+    taken = 0.0
     ordinary = set()
     for name in sorted(costs, key=costs.__getitem__):
         taken += costs[name]
@@ -180,7 +188,8 @@ class Doors:
     def add(self, name: str, parameter: nn.Parameter) -> None:
         while name in self.tables:
             name += "'"
-        home = self.engine.home(name, parameter.detach().cpu())
+        is_ruled = isinstance(parameter, RuledTable)
+        home = self.engine.home(name, parameter if is_ruled else parameter.detach().cpu())
         table, key = AdoptedTable(name, parameter, home), LookedUp(name, len(parameter))
         become(parameter, table)
 

@@ -35,6 +35,7 @@ from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.trainer.adopt.coming_rows import JOINED
 from rowcast.trainer.adopt.connect.run_folder import default_run_dir
 from rowcast.trainer.adopt.connect.settings import JOB_FILE
+from rowcast.trainer.adopt.first_rows import BLOCK_ROWS
 from rowcast.trainer.adopt.read_ahead import Announced, distinct_rows
 from rowcast.trainer.adopt.rows import NO_ROWS, Home, Records, alone
 from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
@@ -89,6 +90,9 @@ class EngineRows:
     def write(self, ids: Tensor, rows: Records) -> None:
         self.engine.write(self.place, ids, rows)
 
+    def trained(self) -> Tensor:
+        return self.engine.trained(self.place)
+
 
 class Adoption:
     """Implements `read_ahead.Sink`. The script's thread calls it."""
@@ -110,7 +114,7 @@ class Adoption:
         atexit.register(self.close)
 
     def home(self, name: str, weights: Tensor) -> Home:
-        """`weights`: f32 [V, D] on the host."""
+        """`weights`: as `Home` takes them."""
         self._homes.append(Home(name, weights, self.folder, self.leave))
         return self._homes[-1]
 
@@ -226,7 +230,9 @@ class Adoption:
                 base += table.num_embeddings
         for home in homes:
             changed, home.rows = home.here, self._rows[home.name]
-            home.rows.write(changed.ids, changed.rows)
+            for at in range(0, len(changed.ids), BLOCK_ROWS):
+                part = slice(at, at + BLOCK_ROWS)
+                home.rows.write(changed.ids[part], changed.rows.take(part))
             home.here.forget()
 
     def leave(self) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
+from rowcast.trainer.adopt.first_rows import BLOCK_ROWS
 from rowcast.trainer.adopt.ranks import OPEN, GroupRanks, Summing, ranks_of
 from rowcast.trainer.adopt.row_gradient import as_plain
-from rowcast.trainer.adopt.rows import BLOCK_ROWS, NO_ROWS, positions
+from rowcast.trainer.adopt.rows import NO_ROWS, positions
 from rowcast.trainer.adopt.table_parameter import TableParameter
 from rowcast.trainer.models.exchanges import SumMemory
 from rowcast.trainer.models.ordered import PartVector, sum_in_order
@@ -100,14 +101,14 @@ class TableSum:
     @torch.no_grad()
     def begin_alike(self, *, sends: bool) -> None:
         """`sends`: the first values of rank 0 count; otherwise others are refused. Raises ConfigError."""
-        names = "; ".join(f"{table.name} {[*table.shape]}" for table in self.tables)
+        names = "; ".join(f"{table.name} {[*table.shape]} {table.home.rule or ''}".rstrip() for table in self.tables)
         first, *others = map(bytes.decode, self.ranks.gather(names.encode()))
         for rank, theirs in enumerate(others, 1):
             if theirs != first:
                 raise ConfigError(
                     f"rank 0 adopts {first} and rank {rank} {theirs}; give rowcast.adopt one model and capacity on all"
                 )
-        for table in self.tables:
+        for table in (each for each in self.tables if each.home.rule is None):
             checksum = xxhash.xxh3_64()
             blocks = torch.split(torch.arange(table.num_rows, device=table.home.device), BLOCK_ROWS)
             for ids in blocks:

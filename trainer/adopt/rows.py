@@ -5,10 +5,9 @@ before it is known what the optimizer keeps of a row, they are here.
 """
 
 import math
-import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar
@@ -18,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rowcast.protocol.first_values import RowRule
 from rowcast.protocol.script_setup import Columns
 from rowcast.runtime.errors import ConfigError, RowcastError
+from rowcast.trainer.adopt.first_rows import BLOCK_ROWS, alike, is_large, mapped, place_of
 from rowcast.trainer.adopt.row_gradient import as_plain, shares_memory
 from rowcast.trainer.adopt.whole_table import WEIGHTS, WholeField, say_of_arrays
 
-BLOCK_ROWS = 2**16
 MOST_NUMBERED, FEW = 2**22, 512  # rows of a table whose ids are found by 4 bytes for each; ids that are searched for
 NO_ROWS = torch.empty(0, dtype=torch.int64, device="cpu")
 P = ParamSpec("P")
@@ -76,6 +76,19 @@ class Records:
         )
 
 
+@dataclass(slots=True)
+class RecordsByRule(Records):
+    """First values of all rows whose weights a rule makes when they are taken; `weights` has only their shape."""
+
+    rule: RowRule
+
+    def take(self, index: Tensor | slice) -> Records:
+        assert isinstance(index, Tensor), "rows are taken by number"
+        rows = self.each(lambda own: own[index])
+        rows.weights = torch.from_numpy(self.rule.rows(index.numpy()))
+        return rows
+
+
 def bits_of(own: Tensor) -> Tensor:
     return torch.where(own.isnan(), torch.nan, own).view(torch.int32)
 
@@ -92,6 +105,9 @@ class Engine(Protocol):
 
     def write(self, ids: Tensor, rows: Records) -> None: ...
 
+    def trained(self) -> Tensor:
+        """Rows that may have another value than at first, i64 [n] ascending, on the host."""
+
 
 class ChangedRows:
     """Implements `Engine` in this process's memory: a table's first values, and the rows that were written since."""
@@ -104,6 +120,9 @@ class ChangedRows:
     def planned(self, device: torch.device) -> tuple[Tensor, Records]:
         ids = NO_ROWS.to(device)
         return ids, self.read(ids)
+
+    def trained(self) -> Tensor:
+        return self.ids
 
     def forget(self) -> None:
         """What was written since is elsewhere now."""
@@ -197,8 +216,8 @@ class Home:
 
     @alone
     def __init__(self, name: str, weights: Tensor, folder: Path, leave_engine: Callable[[], None]) -> None:
-        """`weights`: f32 [V, D] on the host, the script's first values. `folder`: for files of whole tables.
-        `leave_engine`: makes all tables leave the engine."""
+        """`weights`: f32 [V, D] on the host, the script's first values, or with a `rule` for them. `folder`: for files
+        of whole tables. `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
         self.is_trained = self.is_sealed = False
         self.device = weights.device  # where the script has the table
@@ -207,18 +226,23 @@ class Home:
         self._leave_engine = leave_engine
         self._num_files = 0
         self.num_changes = 0  # by the script, beside its optimizer
-        self._is_moving = np.zeros(len(weights), np.bool_)  # rows that a step moves without a gradient
+        # rows that a step moves without a gradient; of a large table only once it is read whole
+        self._is_moving = np.zeros(0 if is_large(len(weights)) else len(weights), np.bool_)
         self._at_rest: tuple[Records, Records] | None = None  # a row that was never trained, now and at first
-        self.unsaved = UnsavedRows(len(weights))
+        self.unsaved = UnsavedRows(0 if hasattr(weights, "rule") else len(weights))
         self.is_restored = False  # its states are those of a save, and no optimizer has begun with them
         self._fields: dict[str, WholeField] = {}
-        place = place_of(weights)
-        if place is None:
+        self.rule: RowRule | None = getattr(weights, "rule", None)  # makes the first values
+        place, lasts = None if self.rule else place_of(weights), alike(0, (len(weights),), torch.int64)
+        if self.rule:
+            place = Columns(width=self.rule.width, rule=self.rule)
+            weights = alike(math.nan, weights.shape, weights.dtype)
+        elif place is None:
             place, copy = self.new_file(WEIGHTS, weights.shape, weights.dtype)
             weights = copy.copy_(weights)
-        self.places = {WEIGHTS: place}  # of the first values that are in files
-        # the rows, unless they are in the engine
-        self.here = ChangedRows(Records(weights, {}, alike(0, (len(weights),), torch.int64)))
+        self.places = {WEIGHTS: place}  # of the first values that are in files, or made by a rule
+        first = RecordsByRule(weights, {}, lasts, self.rule) if self.rule else Records(weights, {}, lasts)
+        self.here = ChangedRows(first)  # the rows, unless they are in the engine
         self.rows: Engine = self.here
 
     @alone
@@ -243,10 +267,12 @@ class Home:
         self.take_back()
         self.rows.write(ids, rows)
         written = ids.cpu().numpy()
-        self._is_moving[written] = True
+        if len(self._is_moving):
+            self._is_moving[written] = True
         self.unsaved.note(written)
         for field in self._fields.values():
-            field.is_stale[written] = True
+            if field.array is not None:
+                field.is_stale[written] = True
             if field.is_in_numpy():
                 say_of_arrays(self.name)
                 self.refresh(field)
@@ -263,7 +289,7 @@ class Home:
     def whole(self, name: str) -> WholeField:
         """Returns all rows of a field."""
         if name not in self._fields:
-            self._fields[name] = WholeField(self, name, len(self.here.first.weights))
+            self._fields[name] = WholeField(self, name)
         return self._fields[name]
 
     @alone
@@ -278,14 +304,31 @@ class Home:
             )
         first = self.here.first.field(field.name)
         if field.array is None:
+            self.refuse_whole()
+            self._follow_moves()
             _, field.array = self.new_file(f"{field.name}.whole", first.shape, first.dtype)
-            field.is_stale[:] = True
+            field.is_stale = np.ones(len(first), np.bool_)
         for ids in torch.split(self._changed(field), BLOCK_ROWS):
             rows = self._caught_up(self.rows.read(ids.to(self.device))).field(field.name).cpu()
             is_other = (rows.view(torch.int32) != field.array[ids].view(torch.int32)).any(1)
             field.array[ids[is_other]] = rows[is_other]
         field.steps = self.missed_steps.steps
         field.note_left()
+
+    def refuse_whole(self) -> None:
+        """Raises ConfigError for a table whose rows are nowhere as a whole."""
+        if self.rule is not None:
+            raise ConfigError(
+                f"the adopted table {self.name} has {self.rule.num_rows:,} rows that a rule makes when they are "
+                "needed, and state_dict(), rowcast.save and all else that uses it whole would write all of them; read "
+                f"the rows that you look up, weight[ids], and save what is not of {self.name}"
+            )
+
+    def _follow_moves(self) -> None:
+        """From now on it is noted which rows a step moves without a gradient."""
+        if not len(self._is_moving):
+            self._is_moving = np.zeros(len(self.here.first.lasts), np.bool_)
+            self._is_moving[self.rows.trained().numpy()] = True
 
     def _changed(self, field: WholeField) -> Tensor:
         """Rows that may have another value than in the array, i64 [n] ascending."""
@@ -320,15 +363,16 @@ class Home:
                 f"{self.name}.data would be the memory of another adopted table, {given.keeper.name}; give it a copy, "
                 "or one parameter to both modules"
             )
+        self.refuse_whole()
         earlier = self._fields.pop(WEIGHTS, None)
         if earlier is not None:
             self.refresh(earlier)
             earlier.keeper = None
-        field = given if given is not None and given.array is not None else WholeField(self, WEIGHTS, len(tensor))
+        field = given if given is not None and given.array is not None else WholeField(self, WEIGHTS)
         with as_plain():
             field.array = tensor.as_subclass(Tensor)
         field.keeper = self
-        field.is_stale[:] = False
+        field.is_stale = np.zeros(len(tensor), np.bool_)
         self._fields[WEIGHTS] = field
         self.is_sealed = False
         self._take_over([field])
@@ -341,6 +385,7 @@ class Home:
             refuse_large(self.name, len(self.here.first.lasts))
             self.unsaved.note(slice(None))
         elif self.unsaved.steps != self.missed_steps.steps and self.here.first.states:
+            self._follow_moves()
             self.unsaved.note(self._is_moving)
         return torch.from_numpy(self.unsaved.ids())
 
@@ -364,6 +409,7 @@ class Home:
         """An optimizer begins with the states of a save. `first`: their values in a row that was never trained."""
         self.is_trained, self.is_restored, self.missed_steps = True, False, missed_steps
         self._at_rest = untouched(first), untouched(first)
+        self._follow_moves()
         for at in range(0, len(self._is_moving) if first else 0, BLOCK_ROWS):
             states = self.here.first.take(slice(at, at + BLOCK_ROWS)).states
             moves = torch.stack([(own != first[name]).any(1) for name, own in states.items()]).any(0)
@@ -379,24 +425,28 @@ class Home:
         self.unsaved.note(slice(None))
         first = {name: value.plain() if hasattr(value, "plain") else value for name, value in first.items()}
         for field in [*self._fields.values()]:
-            if field.array is not None or field.door() is not None:
+            if field.array is not None or (field.door() is not None and self.rule is None):
                 self.refresh(field)
             field.steps = 0
-            if field.name != WEIGHTS:
+            if field.name != WEIGHTS and self.rule is None:
                 field.keeper = None
                 del self._fields[field.name]
-        if self.is_trained:
+        if self.is_trained and is_large(len(self.here.first.lasts)) and self._is_at_rest():
+            self._caught_up(self.here.rows)
+        elif self.is_trained:
+            self._refuse_moved()
             self.begin(*self._copied(self._caught_up))
         before, weights = self.here, self.here.first.weights
         self.places = {WEIGHTS: self.places[WEIGHTS]}
         states = {name: self._state(name, value, weights) for name, value in first.items()}
-        self.here = self.rows = ChangedRows(Records(weights, states, alike(0, (len(weights),), torch.int64)))
+        lasts = alike(0, (len(weights),), torch.int64)
+        self.here = self.rows = ChangedRows(replace(before.first, states=states, lasts=lasts))
         new = self.here.first.take(before.ids)
         new.weights = before.rows.weights
         self.here.write(before.ids, new)
         self.is_trained, self.missed_steps = True, missed_steps
         has_other = any(isinstance(value, Tensor) for value in first.values())
-        self._is_moving[:] = has_other
+        self._is_moving = np.full(len(weights) if has_other else len(self._is_moving), has_other)
         self._at_rest = None if has_other else (untouched(first), untouched(first))
 
     def begin(self, first: Records, places: dict[str, Columns]) -> None:
@@ -405,12 +455,23 @@ class Home:
             if path.parent == self.folder:  # while it is mapped, only its name goes; the script's files stay
                 path.unlink(missing_ok=True)
         self.here = self.rows = ChangedRows(first)
-        self.places = places
+        self.places, self.rule = places, None
+
+    def _refuse_moved(self) -> None:
+        if self.rule is not None:
+            raise ConfigError(
+                f"another optimizer or state begins for the adopted table {self.name}, and the one before has moved "
+                f"all of its {self.rule.num_rows:,} rows, which would be written; give it a group with weight_decay=0"
+            )
 
     @alone
     def leave(self) -> None:
-        """Leaves the engine, with the rows as they are."""
-        if self.rows is not self.here:
+        """Leaves the engine, with the rows as they are; of a large table those that were trained."""
+        if self.rows is not self.here and is_large(len(self.here.first.lasts)):
+            ids = self.rows.trained()
+            self.here.ids, self.here.rows = ids, self._copied_rows(ids)
+            self.rows = self.here
+        elif self.rows is not self.here:
             self.begin(*self._copied(lambda rows: rows))
 
     def seal(self) -> None:
@@ -432,6 +493,7 @@ class Home:
     def _take_over(self, changed: Sequence[WholeField]) -> None:
         for field in changed:
             field.note_left()
+        self._follow_moves()
         self._leave_engine()
         rows, places = self._copied(self._caught_up)
         for field in changed:
@@ -445,18 +507,34 @@ class Home:
 
     def _copied(self, made: Callable[[Records], Records]) -> tuple[Records, dict[str, Columns]]:
         """Copies what is made of all rows to new files. Returns the rows, and where they are."""
-        first, places = self.here.first, dict[str, Columns]()
-
-        def room(name: str, like: Tensor) -> Tensor:
-            places[name], tensor = self.new_file(name, like.shape, like.dtype)
-            return tensor
-
-        states = {name: room(name, state) for name, state in first.states.items()}
-        rows = Records(room(WEIGHTS, first.weights), states, room("lasts", first.lasts))
+        rows, places = self._room(len(self.here.first.lasts))
         for at in range(0, len(rows.lasts), BLOCK_ROWS):
             ids = torch.arange(at, min(at + BLOCK_ROWS, len(rows.lasts)), device=self.device)
             rows.put(slice(at, at + BLOCK_ROWS), made(self.rows.read(ids)))
         return rows, places
+
+    def _copied_rows(self, ids: Tensor) -> Records:
+        """Copies some rows to new files without a name. `ids`: i64 [n] ascending."""
+        if not len(ids):
+            return self.here.first.take(ids)
+        rows, places = self._room(len(ids))
+        for at, part in enumerate(torch.split(ids, BLOCK_ROWS)):
+            own = self.rows.read(part.to(self.device)).each(Tensor.cpu)
+            rows.put(slice(at * BLOCK_ROWS, at * BLOCK_ROWS + len(part)), own)
+        for place in places.values():
+            Path(place.path).unlink()
+        return rows
+
+    def _room(self, num_rows: int) -> tuple[Records, dict[str, Columns]]:
+        """Returns new files for records, and where they are."""
+        first, places = self.here.first, dict[str, Columns]()
+
+        def room(name: str, like: Tensor) -> Tensor:
+            places[name], tensor = self.new_file(name, (num_rows, *like.shape[1:]), like.dtype)
+            return tensor
+
+        states = {name: room(name, state) for name, state in first.states.items()}
+        return Records(room(WEIGHTS, first.weights), states, room("lasts", first.lasts)), places
 
     def _state(self, name: str, value: float | Tensor, weights: Tensor) -> Tensor:
         if not isinstance(value, Tensor):
@@ -484,30 +562,6 @@ class Home:
         return Columns(width=shape[-1], path=str(path)), mapped(path, shape, dtype)
 
 
-def place_of(weights: Tensor) -> Columns | None:
-    """Where a mapped file has these values, f32 [V, D]. None: in no file, or in another order than by rows."""
-    path = weights.untyped_storage().filename
-    if not path or weights.stride(1) != 1 or weights.stride(0) < weights.shape[1] or not len(weights):
-        return None
-    place = Columns(
-        width=weights.shape[1], path=path, offset=4 * int(weights.storage_offset()), row_bytes=4 * weights.stride(0)
-    )
-    if path in made_here:
-        return place
-    size = Path(path).stat().st_size
-    if size < place.offset + place.row_bytes * (len(weights) - 1) + 4 * place.width:
-        return None
-    memory = np.memmap(path, np.uint8, "r")
-    values = np.ndarray(weights.shape, np.float32, memory, place.offset, (place.row_bytes, 4)).view(np.int32)
-    mine = weights.view(torch.int32).numpy()  # a private mapping may have other values than its file
-    blocks = range(0, len(mine), BLOCK_ROWS)
-    is_same = all(np.array_equal(values[at : at + BLOCK_ROWS], mine[at : at + BLOCK_ROWS]) for at in blocks)
-    return place if is_same else None
-
-
-made_here: set[str] = set()  # files of `rowcast.tables`, mapped shared
-
-
 def untouched(states: Mapping[str, float | Tensor]) -> Records:
     """A row that no step has trained, with weights of all sizes: if a step moves any such row, it moves this one.
 
@@ -517,24 +571,6 @@ def untouched(states: Mapping[str, float | Tensor]) -> Records:
     weights = torch.cat([weights, -weights])[None]
     values = {name: torch.full_like(weights, float(value)) for name, value in states.items()}
     return Records(weights, values, torch.zeros(1, dtype=torch.int64, device="cpu"))
-
-
-def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns the zeros of a new file, which takes space as they are written. Raises ConfigError if there is too
-    little: a page that finds none ends the process."""
-    size = math.prod(shape)
-    num_bytes, free = size * dtype.itemsize, shutil.disk_usage(path.parent).free
-    if num_bytes > free:
-        raise ConfigError(
-            f"{path} would take {num_bytes:,} bytes, but its disk has {free:,} free; free space there, or name a "
-            "folder on another disk"
-        )
-    return torch.from_file(str(path), shared=True, size=size, dtype=dtype, device="cpu").view(*shape)
-
-
-def alike(value: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """All elements are `value`; takes no memory."""
-    return torch.full([1] * len(shape), value, dtype=dtype, device="cpu").expand(*shape)
 
 
 def positions(ids: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,9 +41,10 @@ from rowcast.runtime.children import start_child
 from rowcast.runtime.errors import ConfigError, Diverged, listed, peer_failure
 from rowcast.trainer.adopt.adopt import Doors, Run, adopted
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
+from rowcast.trainer.adopt.first_rows import BLOCK_ROWS, alike
 from rowcast.trainer.adopt.random_states import States, packed, unpacked
 from rowcast.trainer.adopt.ranks import ranks_of
-from rowcast.trainer.adopt.rows import BLOCK_ROWS, Home, Records, alike
+from rowcast.trainer.adopt.rows import Home, Records
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, state_door
 from rowcast.trainer.adopt.whole_table import WEIGHTS
 from rowcast.trainer.models.model_state import Stateful, Tensors, flattened, pack, rebuilt, unpack
@@ -64,6 +65,7 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
     another run; RowcastError if the disk fails, and the save before stays."""
     doors = adopted("save")
     for table in tables_of(doors).values():
+        table.home.refuse_whole()
         if table.grad is not None and not table.is_stepped:
             raise ConfigError(
                 f"save: {table.name} has a gradient that no optimizer has stepped; save after optimizer.step(), or "

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.messages import Answer, Ask, Ids, PlanReady, Returned, Save
-from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError, listed
+from rowcast.trainer.adopt.residency import Residency
 from rowcast.trainer.adopt.rows import Records
 from rowcast.trainer.step.cache import ArrivedPlan, Step
 from rowcast.trainer.step.engine import TrainerEngine
@@ -92,28 +93,6 @@ class ComingStep:
             self.late.append(late)
 
 
-class Residency:
-    """Which rows of a group are in which slots."""
-
-    def __init__(self, num_rows: int, num_slots: int) -> None:
-        self.slot_of: I32 = np.zeros(num_rows, np.int32)  # plus 1; 0: in none. Pages of zeros take no memory
-        self.row_in: I64 = np.full(num_slots, -1, np.int64)
-        self.is_trained = np.zeros(num_slots, np.bool_)  # the row in each slot, since it came
-        self.coming: I64 = np.full(num_slots, -1, np.int64)  # the newest step's row in each slot
-
-    def slots(self, rows: I64) -> I64:
-        """Returns -1 for rows in none."""
-        return self.slot_of[rows].astype(np.int64) - 1
-
-    def fill(self, slots: I64) -> I64:
-        """Notes that the rows that are coming are in these slots now, and returns them."""
-        before, rows = self.row_in[slots], self.coming[slots]
-        self.slot_of[before[before >= 0]] = 0
-        self.slot_of[rows] = slots + 1
-        self.row_in[slots], self.is_trained[slots] = rows, False
-        return rows
-
-
 class Run(Protocol):
     """What runs the engine's threads."""
 
@@ -130,10 +109,7 @@ class ScriptEngine:
         """`horizon`: the steps that the planner knows beyond the one that it plans."""
         self.groups = engine.slots.groups
         self._engine, self._device, self._horizon, self._run = engine, device, horizon, run
-        self._residency = [
-            Residency(group.num_rows, len(records))
-            for group, records in zip(self.groups, engine.slots.records, strict=True)
-        ]
+        self._residency = [Residency(len(records)) for records in engine.slots.records]
         self._steps: deque[ComingStep] = deque()  # announced and not done; the first may have begun
         self._ready: deque[Step] = deque()  # their rows are in slots
         self._current: Step | None = None

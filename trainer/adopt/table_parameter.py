@@ -362,6 +362,7 @@ def callers_frame() -> FrameType:
 
 def become(parameter: nn.Parameter, table: AdoptedTable) -> None:
     """Makes a parameter the door to its table."""
-    parameter.data = placeholder(table.shape, parameter.dtype, parameter.device)
+    with as_plain():
+        parameter.data = placeholder(table.shape, parameter.dtype, parameter.device)
     parameter.__class__ = TableParameter
     cast(TableParameter, parameter).table = table

@@ -44,11 +44,11 @@ class Keeper(Protocol):
 class WholeField:
     """One field of all rows. `array`: [V, D] on the host, once it is needed."""
 
-    def __init__(self, keeper: Keeper, name: str, num_rows: int) -> None:
+    def __init__(self, keeper: Keeper, name: str) -> None:
         self.keeper: Keeper | None = keeper  # None: the table has another array now
         self.name = name
         self.array: Tensor | None = None
-        self.is_stale = np.zeros(num_rows, np.bool_)  # rows that were written since; pages of zeros take no memory
+        self.is_stale = np.zeros(0, np.bool_)  # rows that were written since; of all rows once there is an array
         self.steps = 0  # that the rows have had
         self.version = 0  # of the array, as it was left
         self.checksum: int | None = None  # of the array as it was left, while others may change it unseen
