@@ -14,7 +14,8 @@ from rowcast.job.section import Kinds, Section
 from rowcast.runtime.errors import nearest
 
 MODELS = "rowcast.trainer.models"
-NO_MODEL = "rowcast.trainer.adopt.connect.settings:refuse_model"  # the model is in a training script of its own
+# the model is in a training script of its own; the name that run folders have had since `rowcast.connect` wrote them
+NO_MODEL = "rowcast.trainer.adopt.connect.settings:refuse_model"
 ANY, EMBEDDING_DIM, ONE = "[...]", "[..., embedding_dim]", "[..., 1]"
 Width = Annotated[int, Meta(ge=1, le=2**20)]
 Widths = list[Width]

@@ -69,6 +69,11 @@ def import_code(job: Job, key: str) -> Callable[..., Any]:
     ConfigError."""
     trusted(job, (), lambda names: f"trusted(job, {names}, ...) of rowcast.job.named_code", key)
     name = CODE[key](job)
+    if name == NO_MODEL:
+        raise ConfigError(
+            f"{key}: the model of this run is in a training script of its own; run that script, or take its tables and "
+            "weights by `rowcast export`"
+        )
     module_name, _, attribute = name.partition(":")
     search_here(job)
     try:

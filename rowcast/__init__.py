@@ -18,21 +18,15 @@ Your own training script needs one line instead:
     sum_gradients            on several ranks, a mean of the model's gradients that has one order of additions
     tables                   a context: `nn.Embedding` gets a weight in a file, for tables larger than memory
 
-`connect` is for a script whose run the prefetcher reads, saves and resumes itself (docs/connect.md):
+What the factories of a job use:
 
-    EmbeddingBagCollection   a module with the interface of TorchRec's; its tables live in the prefetcher's memory
-    EmbeddingBagConfig       one table of it
-    EmbeddingCollection      the same without pooling: `forward` returns a JaggedTensor for each feature
-    EmbeddingConfig          one table of it
-    connect                  returns a Loader: iterate over it instead of your data loader
-    Loader                   the batches, with their rows on the device when they are yielded; saves, stops, exports
     Batch                    what a data factory yields (`data.format = "package.module:factory"`)
     Job                      the job file, which data and model factories receive
     draws                    ids drawn as a function of their place in the data, such as negatives
     ranks_among              ranks of positives among candidates, for evaluations of next-item models
     Sequences                the rows of a feature that is not pooled (`pooling = "none"`), as the model receives them
 
-docs/python.md, docs/adopt.md and docs/connect.md walk through them.
+docs/python.md, docs/adopt.md and docs/models.md walk through them.
 """
 
 from importlib import import_module
@@ -44,10 +38,6 @@ if TYPE_CHECKING:
     from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
     from rowcast.trainer.adopt.adopt import adopt, ahead, ahead_calls
-    from rowcast.trainer.adopt.connect.batch import JaggedTensor
-    from rowcast.trainer.adopt.connect.loader import Loader, connect
-    from rowcast.trainer.adopt.connect.module import EmbeddingBagCollection, EmbeddingCollection
-    from rowcast.trainer.adopt.connect.settings import EmbeddingBagConfig, EmbeddingConfig
     from rowcast.trainer.adopt.gradient_sum import sum_gradients
     from rowcast.trainer.adopt.mapped_tables import tables
     from rowcast.trainer.adopt.saved import restore, save
@@ -56,19 +46,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
-    "EmbeddingBagCollection",
-    "EmbeddingBagConfig",
-    "EmbeddingCollection",
-    "EmbeddingConfig",
-    "JaggedTensor",
     "Job",
-    "Loader",
     "Run",
     "Sequences",
     "adopt",
     "ahead",
     "ahead_calls",
-    "connect",
     "draws",
     "load",
     "ranks_among",
@@ -81,19 +64,12 @@ __all__ = [
 
 MODULES = {
     "Batch": "rowcast.protocol.batch",
-    "EmbeddingBagCollection": "rowcast.trainer.adopt.connect.module",
-    "EmbeddingBagConfig": "rowcast.trainer.adopt.connect.settings",
-    "EmbeddingCollection": "rowcast.trainer.adopt.connect.module",
-    "EmbeddingConfig": "rowcast.trainer.adopt.connect.settings",
-    "JaggedTensor": "rowcast.trainer.adopt.connect.batch",
     "Job": "rowcast.job.schema",
-    "Loader": "rowcast.trainer.adopt.connect.loader",
     "Run": "rowcast.deploy.run",
     "Sequences": "rowcast.trainer.models.embedding",
     "adopt": "rowcast.trainer.adopt.adopt",
     "ahead": "rowcast.trainer.adopt.adopt",
     "ahead_calls": "rowcast.trainer.adopt.adopt",
-    "connect": "rowcast.trainer.adopt.connect.loader",
     "draws": "rowcast.prefetcher.readers.draws",
     "load": "rowcast.deploy.run",
     "ranks_among": "rowcast.trainer.models.evaluate",
@@ -103,12 +79,22 @@ MODULES = {
     "tables": "rowcast.trainer.adopt.mapped_tables",
     "train": "rowcast.deploy.run",
 }
+LEFT = {  # with `rowcast.connect`, which had a loop of the script's over rowcast's reader
+    *("connect", "Loader", "JaggedTensor"),
+    *("EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig"),
+}
 
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, so that a command can refuse a job file without importing torch."""
     if name == "__version__":
         return import_module("rowcast.runtime.telemetry.metrics").rowcast_version()
+    if name in LEFT:
+        from rowcast.runtime.errors import ConfigError
+
+        raise ConfigError(
+            f"rowcast.{name} has left: adopt the script as it is, or train its model by a job file (docs/scripts.md)"
+        )
     if name not in MODULES:
         raise AttributeError(f"module 'rowcast' has no attribute {name!r}")
     return getattr(import_module(MODULES[name]), name)

@@ -12,7 +12,6 @@ safety: are all bits right, and no address wrong?
     memcheck       four of these cases under compute-sanitizer, where it is installed
     orders         streams that start late: the bits of the cache that holds all rows, for 20 seeds
     ways           the same for jagged and weighted bags, several groups, Adam with bf16 and master, 8 parts, ...
-    script         a script of `rowcast.connect`, with a small cache and with all rows
     adopted        a script as it is and with `rowcast.adopt`, for six rules of torch.optim
 speed: is a step as short as the hardware allows?
     bandwidth      GB/s of each kernel with a real plan, against a copy; other block shapes
@@ -56,8 +55,7 @@ COMMANDS = {  # the parts in their order, and the seconds of each, if each takes
         "memcheck": 45.0,
         "orders": 75.0,
         "ways": 120.0,
-        "script": 85.0,
-        "adopted": 90.0,
+        "adopted": 175.0,
     },
     "speed": {"bandwidth": 90.0, "ncu": 75.0, "steady": 100.0, "speed-large": 140.0, "speed": 115.0},
     "whole": {

@@ -1,7 +1,6 @@
-"""Prefetchers that `rowcast.connect` starts, forked from a process with everything imported; none outlives its test."""
+"""Adopted models: none outlives its test."""
 
 import gc
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +11,7 @@ from torch.utils.data import DataLoader
 from rowcast.trainer.adopt import adopt, script_process
 from rowcast.trainer.adopt.adoption import Adoption
 from tests.adopt.engines import Engines
-from tests.adopt.scripts import Launches, launched_by
 from tests.support.starter import Starter
-
-
-@pytest.fixture
-def launches(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    yield from launched_by(starter, dict(os.environ), monkeypatch.setattr)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import re
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ CAPACITY = {  # less than the tables take
     "lightning": "700 rows",
     "skip_gram": "800 rows",
     "sparse_bags": "500 rows",
+    "torchrec_model": "2500 rows",
+    "torchrec_sequence": "5000 rows",
     "weight_decay": "60KB",
 }
+STAND_INS = Path(__file__).parent / "stand_ins"  # where TorchRec is not installed
 PATCHES = Path(__file__).parents[2] / "examples" / "adopt" / "patches"
 MOST_LINES = 5
 PACKAGES = {
@@ -42,7 +46,11 @@ def trained(script: str, capacity: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "script", [pytest.param(own, marks=[ANY_WARNING] if own in PACKAGES else []) for own in SCRIPTS]
 )
-def test_a_script_trains_the_same_bits_when_it_is_adopted(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_script_trains_the_same_bits_when_it_is_adopted(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if find_spec("torchrec") is None:
+        monkeypatch.syspath_prepend(STAND_INS)
     plain = trained(script, "")
     assert "rows stay on the device" not in capsys.readouterr().err
     adopted = trained(script, CAPACITY[script])

@@ -1,62 +1,70 @@
-"""Ranks of a script whose dense weights come apart are refused soon, with the cause."""
+"""Ranks of a script whose dense weights come apart are refused, with the cause."""
 
-from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-import rowcast
-from rowcast.job.tables import group_specs
 from rowcast.runtime.errors import ConfigError
-from tests.support.batches import slots_for, small_batches, small_job
-from tests.support.driver import Settings
-from tests.support.script_ranks import ScriptRanks
+from rowcast.trainer.adopt.dense_weights import DenseWeights
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-RANKS = 4
-WITHOUT_A_SUM = (
-    "after train step {} rank 1 has other dense weights than rank 0 (first: weight 0 of SGD, [8, 35]): each rank has "
-    "trained or changed them for itself; wrap the model in DistributedDataParallel, or call "
-    "rowcast.sum_gradients(model) after backward()"
-)
-ANOTHER_BEGINNING = (
-    "after train step 0 rank 2 has other dense weights than rank 0 (first: weight 0 of SGD, [8, 35]), and had before "
-    "the optimizer's step: make the model from one seed on all ranks (torch.manual_seed), and wrap the model in "
-)
+RANKS = 3
 
 
-def refused(folder: Path, begin: Callable[[ScriptRanks], object]) -> str:
-    job = small_job("adagrad", "multi", depth=1, horizon=4, ranks={"count": RANKS}, checkpoint={"every": 2})
-    batches = small_batches(job, "multi", num_steps=7, eval_at=(2, 5, 6))[:-1]
-    settings = Settings(slots=slots_for(group_specs(job), batches, "one batch"))
-    with ScriptRanks(folder, job, batches, settings, RANKS) as run:
-        begin(run)
-        with pytest.raises(ConfigError) as error:
-            run.run()
-    return str(error.value)
+class Told:
+    """What all ranks tell in one call; each waits for the others."""
+
+    def __init__(self) -> None:
+        self._contents, self._all = [b""] * RANKS, Barrier(RANKS)
+
+    def of(self, rank: int) -> Callable[[bytes], list[bytes]]:
+        def gather(content: bytes) -> list[bytes]:
+            self._contents[rank] = content
+            self._all.wait(30)
+            told = [*self._contents]
+            self._all.wait(30)
+            return told
+
+        return gather
 
 
-@pytest.mark.parametrize(("since", "found"), [(0, 0), (4, 5)])
-def test_a_script_that_adds_up_no_dense_gradients_is_refused_at_once_or_at_the_next_checkpoint(
-    since: int, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    add_up, calls = rowcast.sum_gradients, Counter[nn.Module]()
-
-    def some(model: nn.Module) -> None:
-        if calls[model] < since:
-            add_up(model)
-        calls[model] += 1
-
-    monkeypatch.setattr(rowcast, "sum_gradients", some)
-    assert refused(tmp_path, id) == WITHOUT_A_SUM.format(found)
-
-
-def test_ranks_that_begin_with_other_weights_are_refused(tmp_path: Path) -> None:
-    def begin(run: ScriptRanks) -> None:
+def refused(change: Callable[[int, Tensor], object], *, at_the_step: bool) -> list[str]:
+    """What each rank is told after a step. `change`: of a rank's weight, at the step or before it."""
+    layers = []
+    for rank in range(RANKS):
+        torch.manual_seed(0)
+        layers.append(nn.Linear(3, 2))
+        layers[-1].weight.grad = torch.ones(2, 3)
         with torch.no_grad():
-            next(iter(run.scripts[2].runner.model.parameters())).add_(1.0)
+            change(rank, layers[-1].weight.grad if at_the_step else layers[-1].weight)
+    of_rank = [DenseWeights(lambda weight, own=layer: weight is own.weight, lambda: None) for layer in layers]  # type: ignore[misc]
+    for layer in layers:
+        torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    told = Told()
 
-    assert refused(tmp_path, begin).startswith(ANOTHER_BEGINNING)
+    def compare(rank: int) -> str:
+        try:
+            of_rank[rank].compare(told.of(rank), 5)
+        except ConfigError as error:
+            return str(error)
+        finally:
+            of_rank[rank].close()
+        return ""
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(compare, range(RANKS)))
+
+
+def test_ranks_that_stay_equal_go_on() -> None:
+    assert refused(lambda rank, weight: None, at_the_step=True) == [""] * RANKS
+
+
+@pytest.mark.parametrize("at_the_step", [True, False])
+def test_ranks_that_come_apart_are_all_told_where_and_since_when(at_the_step: bool) -> None:
+    apart = "after train step 4 rank 1 has other dense weights than rank 0 (first: weight 0 of SGD, [2, 3])"
+    cause = ": each rank has trained" if at_the_step else ", and had before the optimizer's step: make the model from"
+    [sentence] = {*refused(lambda rank, weight: weight.add_(0.5 * (rank == 1)), at_the_step=at_the_step)}
+    assert sentence.startswith(apart + cause)

@@ -94,7 +94,7 @@ if rank == "1" and not attempt:
     os.kill(os.getpid(), signal.SIGKILL)
 dist.barrier()
 os.write(1, f"met {attempt}\\n".encode())
-time.sleep(600)  # as a script that has not come to `connect`
+time.sleep(600)  # as a script that has not come to its loop
 """
 
 

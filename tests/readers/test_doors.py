@@ -1,6 +1,6 @@
 """Every number that a reader or a script gives is trained as it is, rounded as decimals are, or refused.
 
-The walks go over the tables in docs/data.md and docs/connect.md: roles, dtypes and edge values.
+The walks go over the tables in docs/data.md: roles, dtypes and edge values.
 """
 
 import csv

@@ -19,19 +19,13 @@ from rowcast.trainer.device.streams import Closure, Event, PlainStream, PlainStr
 from rowcast.trainer.kernels import GroupLookup, RecordViews, torch_ops
 from rowcast.trainer.step.memory import make_records
 
-CONNECTION, SCRIPT_RUN = "rowcast.trainer.run.connection", "rowcast.trainer.adopt.connect.script_run"
+CONNECTION, RUN = "rowcast.trainer.run.connection", "rowcast.trainer.run.attempt"
 STREAMS = "rowcast.trainer.device.streams"
-RUN, LOADER, MODULE = (
-    "rowcast.trainer.run.attempt",
-    "rowcast.trainer.adopt.connect.loader",
-    "rowcast.trainer.adopt.connect.module",
-)
 USES = {
-    "on_device": (STREAMS, SCRIPT_RUN, "rowcast.trainer.adopt.connect.session", RUN, LOADER, MODULE),
+    "on_device": (STREAMS, RUN),
     "choose_kernels": ("rowcast.trainer.run.machine",),
     "make_records": ("rowcast.trainer.step.memory",),
     "page_locked": (CONNECTION,),
-    "adopted_streams": (SCRIPT_RUN,),
 }
 
 
@@ -45,7 +39,7 @@ class OneDevice:
         for name, modules in USES.items():
             for module in modules:
                 monkeypatch.setattr(f"{module}.{name}", getattr(self, name))
-        monkeypatch.setattr("rowcast.trainer.run.attempt.make_streams", self.adopted_streams)
+        monkeypatch.setattr(f"{RUN}.make_streams", self.make_streams)
 
     def note(self, what: str) -> None:
         found = what, threading.current_thread().name
@@ -71,7 +65,7 @@ class OneDevice:
         self.note("page-locking")
         return page_locked(*others)
 
-    def adopted_streams(self, device: torch.device) -> "NotedStreams":
+    def make_streams(self, device: torch.device) -> "NotedStreams":
         self.note("streams")
         return NotedStreams(self)
 

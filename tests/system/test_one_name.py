@@ -39,17 +39,16 @@ SCRIPT = """
 import torch
 import rowcast
 
-tables = [rowcast.EmbeddingBagConfig(name="t", num_embeddings=50, embedding_dim=4, feature_names=["f"])]
-embeddings = rowcast.EmbeddingBagCollection(tables, optimizer={"kind": "sgd", "lr": 0.1}, capacity="20KB")
-layer = torch.nn.Linear(4, 1)
-optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-for dense, sparse, labels in rowcast.connect(embeddings, "trainer:batches", run_dir=None):
-    loss = torch.nn.functional.binary_cross_entropy_with_logits(layer(embeddings(sparse)["f"]).squeeze(1), labels)
+model = torch.nn.Sequential(torch.nn.Embedding(5000, 4), torch.nn.Linear(4, 1))
+rowcast.adopt(model, capacity="1000 rows")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for ids in torch.utils.data.DataLoader(torch.arange(800), 32, shuffle=True):
+    loss = model(ids).square().sum()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 print("trained")
-""".replace(", run_dir=None", "")
+"""
 JOB = """
 job.run_dir = "runs/own"
 data = { format = "trainer:batches", batch_size = 32 }
@@ -95,7 +94,7 @@ def said(process: subprocess.Popen[str]) -> str:
 
 def test_a_script_beside_modules_named_like_ours_trains(folder: Path) -> None:
     (folder / "script.py").write_text(SCRIPT)
-    assert said(start(folder, "script.py")).endswith("trained\n")
+    assert "trained\n" in said(start(folder, "script.py"))
 
 
 def test_both_commands_find_factories_in_modules_named_like_ours(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """What only a CUDA device reaches, on one that is not there."""
 
 from collections.abc import Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +8,9 @@ import pytest
 import torch
 
 from rowcast.protocol.transport.ring_file import in_memory_buffer
-from rowcast.trainer.adopt.connect.current_step import StreamOrder
 from rowcast.trainer.device.cuda import (
     Bounced,
     CudaStream,
-    adopted_streams,
     host_memory,
     make_streams,
     page_locked,
@@ -21,7 +18,7 @@ from rowcast.trainer.device.cuda import (
     phase_clock,
     release_memory,
 )
-from rowcast.trainer.device.streams import HostMemory, Lap, Wait, memory_for, on_device
+from rowcast.trainer.device.streams import HostMemory, Lap, memory_for
 from rowcast.trainer.models.evaluate import to_host
 from rowcast.trainer.models.model_state import random_state, restore_random
 from tests.support.fake_cuda import CUDA, FakeCuda
@@ -89,31 +86,6 @@ def test_streams_that_move_rows_come_before_the_one_that_computes(cuda: FakeCuda
     streams = make_streams(CUDA)
     found = {name: getattr(streams, name)._stream.priority for name in ("copy_in", "fill", "evict", "compute")}
     assert found == {"copy_in": -1, "fill": -1, "evict": -1, "compute": 0}
-
-
-@pytest.mark.parametrize("without", [None, "used"])
-def test_a_step_of_a_script_is_complete_once_its_work_on_every_stream_is(
-    without: Wait | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every order; and in some not, where the waits are left out."""
-    orders = set()
-    for seed in range(20):
-        done: list[str] = []
-        with monkeypatch.context() as patched, FakeCuda(patched, seed, without) as cuda, on_device(CUDA):
-            streams = adopted_streams(CUDA)
-            order, loader = StreamOrder(streams.compute), cuda.new_stream()
-            with torch.cuda.stream(loader):
-                streams.compute.run(partial(done.append, "batch"))
-                order.record()
-            streams.compute.run(partial(done.append, "update"))
-            order.lap("update")
-            order.gather()
-            step = streams.compute.record()
-            while not streams.done(step, "results"):
-                streams.advance()
-        orders.add(frozenset(done))
-    whole = {frozenset({"batch", "update"})}
-    assert orders == whole if without is None else orders > whole
 
 
 def test_the_state_of_the_device_s_random_numbers_is_saved_and_restored(cuda: FakeCuda) -> None:

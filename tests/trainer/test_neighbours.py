@@ -1,7 +1,5 @@
 """Parts are joined to the bits of torch.cat, whatever their strides: a dimension of 0 or 1 may have any."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -9,9 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowcast.trainer.adopt.connect.table_files import read_tables, write_tables
 from rowcast.trainer.models.embedding import aligned, joined
-from tests.support.jobs import job, table
 
 MEMORY = np.arange(500, dtype=np.float32)  # more than any part below reaches
 SIZES = st.sampled_from([0, 1, 1, 2, 3])
@@ -68,10 +64,3 @@ def test_a_models_input_of_one_sample_has_the_strides_of_a_tensor_of_its_own() -
     other = torch.randn(64).as_strided((33, 1), (1, 40))
     assert aligned(row).stride() == (33, 1)
     assert aligned(other).stride() == (1, 1)
-
-
-def test_a_table_of_one_column_with_the_strides_of_a_larger_matrix_is_written(tmp_path: Path) -> None:
-    tables = job(tables=[table("t", 5, 1)]).tables
-    weight = torch.arange(20.0).view(4, 5).T[:, :1]
-    write_tables(tmp_path / "tables", tables, [weight])
-    assert torch.equal(read_tables(tmp_path / "tables", tables)[0], weight)

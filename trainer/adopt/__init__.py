@@ -1,4 +1,4 @@
-"""Training scripts: `rowcast.adopt` leaves them as they are, `rowcast.connect` (`connect/`) reads and resumes them.
+"""Training scripts: `rowcast.adopt` leaves them as they are.
 
 the door         adopt, mapped_tables, table_parameter               what the script sees
 its steps        adopted_table, script_optimizer, optimizer_trial    rows and gradients of a step, and its optimizer

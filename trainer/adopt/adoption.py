@@ -10,6 +10,7 @@ import atexit
 import operator
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -33,14 +34,13 @@ from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.runtime.telemetry.format_numbers import plural
 from rowcast.trainer.adopt.coming_rows import JOINED
-from rowcast.trainer.adopt.connect.run_folder import default_run_dir
-from rowcast.trainer.adopt.connect.settings import JOB_FILE
 from rowcast.trainer.adopt.first_rows import BLOCK_ROWS
 from rowcast.trainer.adopt.read_ahead import Announced, distinct_rows
 from rowcast.trainer.adopt.rows import NO_ROWS, Home, Records, alone
 from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
 from rowcast.trainer.adopt.script_process import ScriptProcess
 
+JOB_FILE = "job.json"  # in the run directory: the job of both processes
 STATES = 2  # of a row, as Adam keeps them: an optimizer may be made later
 DEPTH, HORIZON = 4, 8  # steps; together below those that are read ahead
 MEASURED_STEPS = 32
@@ -337,6 +337,13 @@ def job_of(
         "trainer": {"device": str(device)},
         "transport": dict.fromkeys(("connect_timeout", "silence_timeout", "stall_timeout"), MOST_STOPPED),
     }
+
+
+def default_run_dir() -> Path:
+    """runs/<the script's name>, in a notebook or an interactive session runs/notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = Path("notebook" if file is None else file).resolve()
+    return Path("runs") / (script.parent.name if script.stem == "__main__" else script.stem)
 
 
 def own_folder() -> tuple[Path, IO[str]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.first_rows import BLOCK_ROWS
-from rowcast.trainer.adopt.ranks import OPEN, GroupRanks, Summing, ranks_of
+from rowcast.trainer.adopt.ranks import GroupRanks, ranks_of
 from rowcast.trainer.adopt.row_gradient import as_plain
 from rowcast.trainer.adopt.rows import NO_ROWS, positions
 from rowcast.trainer.adopt.table_parameter import TableParameter
@@ -36,16 +36,13 @@ def sum_gradients(model: nn.Module) -> None:
 
     Gradients are multiplied by 1 / ranks and added in one tree; collectives only copy. Waits for the device. Raises
     ConfigError for a gradient that is not float32, if other weights have one than in the first step, if ranks have
-    begun with other weights, and before the script has made a process group or connect's loader has yielded a batch."""
+    begun with other weights, and before the script has made a process group."""
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     dense = {name: weight for name, weight in trained.items() if not isinstance(weight, TableParameter)}
-    if OPEN:
-        add_dense(model, dense, OPEN[-1])
-    elif not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_available() and dist.is_initialized()):
         if read_launch(environ).world_size > 1:
             raise ConfigError(
-                "sum_gradients has no process group to add over; call torch.distributed.init_process_group() first, or "
-                "sum_gradients within the loop over connect's loader"
+                "sum_gradients has no process group to add over; call torch.distributed.init_process_group() first"
             )
     elif trained and dist.get_world_size() > 1:
         assert dist.group.WORLD is not None, "it is initialised"
@@ -59,14 +56,14 @@ def sum_gradients(model: nn.Module) -> None:
         tables.add_up()
 
 
-def add_dense(model: nn.Module, trained: Mapping[str, nn.Parameter], ranks: Summing) -> None:
+def add_dense(model: nn.Module, trained: Mapping[str, nn.Parameter], ranks: GroupRanks) -> None:
     if model not in _sums or _sums[model].names != [*trained]:  # others are frozen now
         _sums[model] = DenseSum(trained, ranks)
     _sums[model].add(ranks)
 
 
 class DenseSum:
-    def __init__(self, weights: Mapping[str, nn.Parameter], ranks: Summing) -> None:
+    def __init__(self, weights: Mapping[str, nn.Parameter], ranks: GroupRanks) -> None:
         self._weights, self.names = weights, [*weights]
         count, device = ranks.rank.count, ranks.streams.device
         self._vector = PartVector(self._weights, 1, count, device)
@@ -74,7 +71,7 @@ class DenseSum:
         self._memory = SumMemory.of(self._vector.own, count)
         self._no_loss = torch.zeros(1, dtype=torch.float32, device=device)
 
-    def add(self, ranks: Summing) -> None:
+    def add(self, ranks: GroupRanks) -> None:
         for name, weight in self._weights.items():
             if weight.grad is not None and (weight.grad.dtype != torch.float32 or weight.grad.is_sparse):
                 kind = "sparse" if weight.grad.is_sparse else str(weight.grad.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The ranks of a training script, for `adopt`, `sum_gradients` and `connect`: their exchanges only copy.
+"""The ranks of a training script, for `adopt` and `sum_gradients`: their exchanges only copy.
 
 `GroupRanks` has a process group to itself, so its exchanges have an order whatever else the script exchanges. All ranks
 make the same calls. A rank that waits for more than a second writes its number of exchanges to the script's store, so a
@@ -9,7 +9,6 @@ import atexit
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,21 +22,20 @@ from rowcast.runtime.stops import leave_at_once
 from rowcast.trainer.adopt.coming_rows import ComingRows
 from rowcast.trainer.adopt.dense_weights import DenseWeights
 from rowcast.trainer.device.cuda import adopted_streams
-from rowcast.trainer.device.streams import Streams
 from rowcast.trainer.models.exchanges import Exchanges, TorchCollectives
 
 WRITES_AFTER_S = 1.0
 LATER = timedelta(seconds=60)  # than ours is torch's own time-out, which would end the process
 
 
-class ScriptCollectives(TorchCollectives):
-    """On a process group of the script."""
-
-    advice = (
-        "look for a rank whose loop has left out a look-up or sum_gradients() or has a batch fewer, or that was "
-        "stopped or is slow; or raise ranks.timeout"
-    )
+class GroupCollectives(TorchCollectives):
+    advice = "look for one with a batch fewer, without backward() or sum_gradients(), or that was stopped or is slow"
     _is_broken = False
+
+    def __init__(self, rank: Rank, timeout_s: float, group: dist.ProcessGroup) -> None:
+        super().__init__(rank, timeout_s)
+        self.group, self._store = group, group.get_group_store()
+        self._num_written = self.num_exchanges = 0
 
     @property
     def leaves_work(self) -> bool:
@@ -49,15 +47,6 @@ class ScriptCollectives(TorchCollectives):
     def _broken(self, error: RuntimeError) -> PeerLost:
         self._is_broken = True
         return super()._broken(error)
-
-
-class GroupCollectives(ScriptCollectives):
-    advice = "look for one with a batch fewer, without backward() or sum_gradients(), or that was stopped or is slow"
-
-    def __init__(self, rank: Rank, timeout_s: float, group: dist.ProcessGroup) -> None:
-        super().__init__(rank, timeout_s)
-        self.group, self._store = group, group.get_group_store()
-        self._num_written = self.num_exchanges = 0
 
     def gather(self, own: Tensor, what: str) -> Tensor:
         """Returns what each rank gives, [ranks, ...], of one shape."""
@@ -84,21 +73,8 @@ class GroupCollectives(ScriptCollectives):
         return f"rank {', '.join(missing)}" if missing else super()._awaited()
 
 
-class Summing(Protocol):
-    """What `sum_gradients` needs of the ranks."""
-
-    rank: Rank
-    exchanges: Exchanges
-    streams: Streams
-
-    @property
-    def train_steps(self) -> int: ...
-
-    def leave(self) -> None: ...  # another rank is lost
-
-
 class GroupRanks:
-    """The ranks of a process group of the script. Implements `Summing`. Call everything on all of them."""
+    """The ranks of a process group of the script. Call everything on all of them."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         members, backend = dist.get_process_group_ranks(group), dist.get_backend_config(group)
@@ -123,8 +99,6 @@ class GroupRanks:
             self._added_up[weight] = None
         self._num_begun += 1
 
-    def leave(self) -> None: ...
-
     def gather(self, content: bytes) -> list[bytes]:
         """Returns what each rank passed to the same call, by rank."""
         what = "what they tell each other"
@@ -140,8 +114,7 @@ class GroupRanks:
         return [piece[: sum(size)].split(size) for piece, size in zip(taken, sizes, strict=True)]
 
 
-OPEN: list[Summing] = []  # of scripts by `connect`
-MADE: list[ScriptCollectives] = []
+MADE: list[GroupCollectives] = []
 _ranks = WeakKeyDictionary[dist.ProcessGroup, GroupRanks]()
 
 
@@ -155,8 +128,6 @@ def ranks_of(group: dist.ProcessGroup, device: torch.device) -> GroupRanks:
 def leave_broken() -> None:
     """Ends the process at once if it lost a rank: else it would wait for that one until the group's own time-out."""
     if any(own.leaves_work for own in MADE):
-        for ranks in tuple(OPEN):
-            ranks.leave()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         leave_at_once(PeerLost.exit_code)

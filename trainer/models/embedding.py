@@ -142,10 +142,6 @@ class Embeddings:
         ]
         return in_job_order(by_group, self._places)
 
-    @property
-    def awaits_backward(self) -> bool:
-        return self._awaits_backward is not None
-
     def finish_step(self) -> None:
         """Call after the backward pass: if the loss depends on no embedding, updates the rows with zero gradients."""
         pending = self._awaits_backward

@@ -5,7 +5,7 @@ from importlib import import_module
 
 SCRIPTS = [
     *("bare_parameters", "drawn_candidates", "fit_in_library", "skip_gram", "sparse_bags", "weight_decay"),
-    *("lightning", "hugging_face"),  # with packages that rowcast does not need
+    *("lightning", "hugging_face", "torchrec_model", "torchrec_sequence"),  # with packages that rowcast does not need
 ]
 
 

@@ -40,7 +40,7 @@ NAMES = (("dense", "dense_features"), ("sparse", "sparse_features"), ("labels", 
 KNOWN = {name for names in NAMES for name in names}
 SHAPES = (
     "yield rowcast.protocol.batch.Batch, or dense features, sparse features and labels as an object, a mapping or "
-    "a tuple (docs/connect.md)"
+    "a tuple (docs/data.md)"
 )
 
 LABELS = (

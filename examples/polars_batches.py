@@ -1,4 +1,4 @@
-"""Batches of a Parquet file by polars, for rowcast.connect(ebc, "examples.adopt.polars_batches:open_clicks", ...).
+"""Batches of a Parquet file by polars, for `data.format = "examples.polars_batches:open_clicks"`.
 
 The last tenth of the rows is for evaluation. A shuffle that depends on the epoch alone lets a stopped run continue.
 """

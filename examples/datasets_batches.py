@@ -1,4 +1,4 @@
-"""Batches of a Hugging Face data set, for rowcast.connect(ebc, "examples.adopt.datasets_batches:open_clicks", ...).
+"""Batches of a Hugging Face data set, for `data.format = "examples.datasets_batches:open_clicks"`.
 
 The last tenth of the rows is for evaluation. A shuffle that depends on the epoch alone lets a stopped run continue.
 """

@@ -1,19 +1,17 @@
 """A next-item model on TorchRec's EmbeddingCollection: histories with times, a positive and a negative an item."""
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import rowcast
 
-LR, DIM, LENGTH, FEATURES = 0.05, 16, 20, ["history", "positive", "negative"]
+DIM, LENGTH, FEATURES = 16, 20, ["history", "positive", "negative"]
 CONFIGS = [EmbeddingConfig(name="item", num_embeddings=20_000, embedding_dim=DIM, feature_names=FEATURES)]
 
 
@@ -47,31 +45,17 @@ class NextItem(nn.Module):
         return -nn.functional.logsigmoid(logits).mean()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Trains a next-item model on made-up histories.")
-    parser.add_argument("--start", type=Path, help="a state dict to begin with")
-    parser.add_argument("--end", type=Path, help="where the state dict goes that it ends with, and the losses")
-    options = parser.parse_args()
+def main(capacity: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    of = {"data.of": {"gap": "history"}}  # the array has an entry for each look-up
-    rows = {"kind": "adagrad", "lr": LR}
-    embeddings = rowcast.EmbeddingCollection(CONFIGS, optimizer=rows, capacity="400KB", job=of)
-    model = NextItem(embeddings)
-    if options.start:
-        model.load_state_dict(load_file(options.start))
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=LR)
-    loader = rowcast.connect(embeddings, "examples.adopt.torchrec_sequence_adopted:open_visits")
+    model = NextItem(EmbeddingCollection(tables=CONFIGS))
+    if capacity:
+        rowcast.adopt(model, capacity)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     losses = []
-    for batch in loader:
+    for batch in rowcast.ahead(open_visits()) if capacity else open_visits():
         loss = model(batch["sparse"], batch["gap"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    print(f"{len(losses)} steps, the last at loss {losses[-1]:.4f}")
-    if options.end:
-        save_file({**model.state_dict(), "losses": torch.tensor(losses)}, options.end)
-
-
-if __name__ == "__main__":
-    main()
+    return {"losses": losses, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
