@@ -62,6 +62,11 @@ def sgd(parameters: Any) -> list[optim.Optimizer]:
     return [optim.SGD(parameters, lr=0.1)]
 
 
+def adagrad(parameters: Any) -> list[optim.Optimizer]:
+    """It makes its sums, of whole tables, before the first step."""
+    return [optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.25)]
+
+
 def sparse(parameters: Any) -> list[optim.Optimizer]:
     return [optim.SparseAdam([*parameters][:2], lr=0.02)]
 
@@ -96,7 +101,7 @@ def check_bits(folder: Path, init: str, optimizers: Any, monkeypatch: pytest.Mon
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("optimizers", [adam, calm, sgd, sparse])
+@pytest.mark.parametrize("optimizers", [adam, calm, sgd, adagrad, sparse])
 def test_rows_by_a_rule_have_the_bits_of_the_twin(
     optimizers: Any, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

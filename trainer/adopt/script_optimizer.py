@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -59,7 +59,7 @@ class TrainedTable:
         self._spot = SpotCheck(rule.kind, kept, device)
         if kept.moves:
             say_once(type(optimizer).__name__, decays=bool(group.get("weight_decay")))
-        loaded = {name: state for name, state in rows_of(self._state).items() if state.shape == table.shape}
+        loaded = {name: one_value(state) for name, state in rows_of(self._state).items() if state.shape == table.shape}
         fields = {name: getattr(state, "field", None) for name, state in loaded.items()}
         if table.home.is_restored and fields == {name: table.home.whole(name) for name in kept.first}:
             table.home.go_on(kept.first, Replay(self.log))
@@ -119,6 +119,11 @@ class TrainedTable:
 
 _followed: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()  # optimizers of tables
 _awaited: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether the closure of this step is to be called
+
+
+def one_value(state: Tensor) -> Tensor | float:
+    """A state that is one value expanded, as that of a large table before its first step, is that value."""
+    return state if isinstance(state, TableState) or any(state.stride()) else state[0, 0].item()
 
 
 def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, dict[str, Any]]]:
