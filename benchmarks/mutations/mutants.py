@@ -960,10 +960,13 @@ tests/adopt/test_coming_rows.py::test_a_batch_gets_the_rows_of_the_batch_that_an
     ranks tell rows with the number of another step
         number=self.num_begun + ahead, => number=self.num_begun + ahead + 1,
     ranks that have begun more batches than others are given rows of other steps
-        + begun - self._begun[self.rank.number] => + 0
+        + self._begun[rank] - self._begun[self.rank.number] => + 0
 ::test_a_rank_that_does_not_listen_keeps_nobody_waiting_and_lists_are_few
     a rank waits until others take its rows
         way.send(content, zmq.NOBLOCK) => way.send(content)
+::test_a_rank_waits_for_the_others_when_a_loop_begins_but_not_for_long
+    a rank whose loop begins announces its own rows alone
+        if left_s <= 0 or not self._inward.poll(1 + int(1000 * left_s)): => if True:
 ::test_what_is_no_list_is_dropped
     a list of a rank that is none ends a script
         if 0 <= coming.rank < self.rank.count and => if

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier, get_ident
+from threading import Barrier, Timer, get_ident
 
 import msgspec
 import numpy as np
@@ -78,6 +78,21 @@ def test_a_rank_that_does_not_listen_keeps_nobody_waiting_and_lists_are_few(pair
     assert len(first._lists) <= MOST_LISTS
     first.compare([0, MOST_LISTS // 2])
     assert len(first._lists) <= MOST_LISTS // 2
+
+
+def test_a_rank_waits_for_the_others_when_a_loop_begins_but_not_for_long(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    monkeypatch.setattr(coming_rows, "WAIT_S", 10)
+    later = Timer(0.05, second.tell, (2, {"item": np.array([2])}))
+    later.start()
+    first.await_lists(2)
+    assert rows_of(first, 2) == {"item": [2]}
+    later.join()
+    monkeypatch.setattr(coming_rows, "WAIT_S", 0.01)
+    first.await_lists(3)
+    assert rows_of(first, 3) == {}
 
 
 def test_what_is_no_list_is_dropped(pair: Pair) -> None:

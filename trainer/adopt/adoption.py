@@ -138,10 +138,17 @@ class Adoption:
 
     def begin(self, number: int) -> None:
         """If it is interrupted, the step may still begin or be abandoned."""
-        self._announce_until(number + DEPTH + HORIZON if JOINED else max(self._coming))
+        last = number + DEPTH + HORIZON if JOINED else max(self._coming)
+        batch = self._coming[number]
+        if self._process is not None and number not in self._steps and batch.trains and batch.rows:
+            known = sum(own.trains for own in self._coming.values() if own.number <= last)
+            for ranks in JOINED:  # a loop over a loader begins
+                ranks.await_lists(known - 1)
+        self._announce_until(last)
         if self._process is not None:
             self._process.engine.begin(self._steps[number])
-        for ranks in JOINED if self._coming[number].trains and torch.is_grad_enabled() else ():
+        # of a batch without rows nobody knows yet whether it trains
+        for ranks in JOINED if batch.trains and (batch.rows or torch.is_grad_enabled()) else ():
             ranks.num_begun += 1
         self._forget(number)
 

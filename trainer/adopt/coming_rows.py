@@ -8,12 +8,13 @@
                  one step
 
 Lists are hints: what comes late or is lost is dropped, and a wrong number is a wrong hint. Such rows are fetched once
-their gradients have come, so no bit depends on a list. Nobody waits for one: a thread of zmq carries them from rank to
-rank, and a list that a rank has no room for is dropped.
+their gradients have come, so no bit depends on a list. A thread of zmq carries them from rank to rank, and a list that
+a rank has no room for is dropped. Nobody waits for one, but for WAIT_S when a loop over a loader begins.
 """
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from rowcast.runtime.machine import boot_id
 
 MOST_LISTS = 64  # of a rank that wait to be taken, and that are kept
 MOST_BYTES = 2**26  # of a list
+WAIT_S = 0.05
 _numbers = count()
 
 
@@ -64,9 +66,11 @@ class ComingRows:
         here = f"{boot_id()} {address.endpoint}"
         places = [told.decode().partition(" ") for told in gather(here.encode())]
         self._ways = [self._socket(zmq.PUSH) for _ in places]
-        for number, (way, (host, _, endpoint)) in enumerate(zip(self._ways, places, strict=True)):
-            if host == boot_id() and number != rank.number:
-                way.connect(endpoint)
+        self._near = [
+            number for number, (host, _, _) in enumerate(places) if host == boot_id() and number != rank.number
+        ]
+        for number in self._near:
+            self._ways[number].connect(places[number][2])
         JOINED.add(self)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
@@ -88,11 +92,24 @@ class ComingRows:
     def told(self, ahead: int) -> Iterator[tuple[str, I64]]:
         """What has come of the step of this rank's batch: rows by the table's name. `ahead`: as in `tell`."""
         self._receive()
-        for rank, begun in enumerate(self._begun):
-            number = self.num_begun + ahead + begun - self._begun[self.rank.number]
-            for name, rows in self._lists.get((rank, number), {}).items():
+        for rank in range(self.rank.count):
+            for name, rows in self._lists.get(self._place(rank, ahead), {}).items():
                 if name in self.tables:
                     yield name, np.frombuffer(rows, np.int64, len(rows) // 8)
+
+    def await_lists(self, ahead: int) -> None:
+        """Waits until the other ranks of this host have told of the step, at most WAIT_S: all have just begun to read.
+        `ahead`: as in `tell`."""
+        end_s = time.monotonic() + WAIT_S
+        while any(self._place(rank, ahead) not in self._lists for rank in self._near):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0 or not self._inward.poll(1 + int(1000 * left_s)):
+                return
+            self._receive()
+
+    def _place(self, rank: int, ahead: int) -> tuple[int, int]:
+        """Returns the rank, and its number of the batch that is of one step with this rank's."""
+        return rank, self.num_begun + ahead + self._begun[rank] - self._begun[self.rank.number]
 
     def compare(self, begun: Sequence[int]) -> None:
         """The ranks are at one step, and have begun as many batches."""

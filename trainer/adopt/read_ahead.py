@@ -543,6 +543,7 @@ class Source(Iterator[Any]):
                 read.drew = {name: own for name, own in self._states().items() if not is_same(own, before[name])}
                 ahead |= read.drew
                 self._queue.append(read)
+                self._announce()  # other ranks hear of it while this one reads the next
         except BaseException:
             ahead = states  # an interrupt: nobody knows what was drawn
             raise
