@@ -53,7 +53,9 @@ class ScriptSaves:
         self._saving: tuple[Save, CheckpointWriter] | None = None
 
     def take(self, message: Save) -> None:
-        """The script waits for one save before it asks for another. Raises RowcastError."""
+        """Raises RowcastError."""
+        while self._saving is not None:  # an interrupt has ended the script's wait for the last one
+            time.sleep(POLL_S)
         if not message.request:
             for store in self._stores:
                 store.settle()

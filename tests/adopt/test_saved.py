@@ -1,6 +1,7 @@
 """An adopted script that saves itself as a run goes on with its bits, and what reads runs reads its rows."""
 
 import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from rowcast.deploy.score import scoring_content
 from rowcast.job.training_identity import differing_settings
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.protocol.messages import Save
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import VARIABLE
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.serving.model import Model as Served
 from rowcast.serving.publisher import Publisher
-from rowcast.trainer.adopt import adopt, rows
+from rowcast.trainer.adopt import adopt, saved
+from rowcast.trainer.adopt.script_engine import ScriptEngine
+from rowcast.trainer.run.connection import Connection
 from tests.adopt.engines import Engines
 from tests.support import jobs
 from tests.support.facts import facts
@@ -169,6 +173,31 @@ def test_killed_at_any_moment_of_a_save_the_one_before_is_whole(
     assert len(manifests(folder)) == 2
 
 
+def test_an_interrupt_of_a_save_leaves_a_run_that_goes_on(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, script = Script("Adam").train(0, 12), Script("Adam").adopted().train(0, 6, tmp_path)
+    answers, drive = ScriptEngine._answers_to, Connection.drive
+
+    def interrupted(own: Connection, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
+        signal.raise_signal(signal.SIGINT)
+        drive(own, advance, until)
+
+    def asked(engine: ScriptEngine, asks: Any) -> bytearray:
+        if isinstance(asks[0], Save):
+            patched.setattr(Connection, "drive", interrupted)
+        return answers(engine, asks)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ScriptEngine, "_answers_to", asked)
+        with pytest.raises(KeyboardInterrupt):
+            rowcast.save(tmp_path, *script.objects, step=6)
+    script.train(6, 10, tmp_path)
+    drop()
+    script, step = resumed("Adam", tmp_path)
+    assert (step, differing(plain, script.train(step, 12))) == (8, 0)
+
+
 def test_only_rows_with_another_value_are_written_also_after_a_restart(engines: Engines, tmp_path: Path) -> None:
     Script("sparse").adopted().train(0, 9, tmp_path)
     drop()
@@ -211,15 +240,9 @@ def test_what_reads_runs_has_the_rows_of_the_script(engines: Engines, tmp_path: 
             use()
 
 
-def test_a_save_of_more_rows_than_it_can_catch_up_is_refused_with_the_group_to_write(
+def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "MOST_MOVED", ROWS - 1)
-    with pytest.raises(ConfigError, match=facts("150", "item.weight", '"weight_decay": 0')):
-        Script("AdamW, all rows move").adopted().train(0, EVERY, tmp_path)
-
-
-def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(engines: Engines, tmp_path: Path) -> None:
     script = Script("Adam")
     with pytest.raises(ConfigError, match=facts("adopt")):
         rowcast.save(tmp_path, script.model, step=1)
@@ -233,6 +256,10 @@ def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(engines
         rowcast.save(tmp_path, step=4)
     with pytest.raises(ConfigError, match=facts("keep=0")):
         rowcast.save(tmp_path, step=5, keep=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(saved, "MOST_ROWS", ROWS - 1)
+        with pytest.raises(ConfigError, match=facts("item.weight", ROWS, ROWS - 1)):
+            rowcast.save(tmp_path, step=5)
     script.model(batch(5)).sum().backward()
     with pytest.raises(ConfigError, match=facts("item.weight", "gradient", "zero_grad")):
         rowcast.save(tmp_path, step=5)

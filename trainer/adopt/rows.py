@@ -180,17 +180,6 @@ class UnsavedRows:
         self._marks[:] = False
 
 
-MOST_MOVED = 2**24  # rows of a table that a save catches up if its steps move all of them
-
-
-def refuse_large(name: str, num_rows: int) -> None:
-    if num_rows > MOST_MOVED:
-        raise ConfigError(
-            f"save: the optimizer moves each of the {num_rows:,} rows of {name} at each step, and a save would write "
-            'all; give the table a group without decay, {"params": [...], "weight_decay": 0}, or a sparse optimizer'
-        )
-
-
 class MissedSteps(Protocol):
     """Gives rows the steps of their optimizer that they have missed."""
 
@@ -382,7 +371,6 @@ class Home:
     def unsaved_rows(self) -> Tensor:
         """Rows that may have another value than the last save has, i64 [n] ascending."""
         if self.unsaved.steps != self.missed_steps.steps and not self._is_at_rest():
-            refuse_large(self.name, len(self.here.first.lasts))
             self.unsaved.note(slice(None))
         elif self.unsaved.steps != self.missed_steps.steps and self.here.first.states:
             self._follow_moves()

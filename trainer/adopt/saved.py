@@ -51,6 +51,7 @@ from rowcast.trainer.models.model_state import Stateful, Tensors, flattened, pac
 
 STRUCTURE = "objects.structure"
 DOOR = "adopted"  # in a structure: [the name of a table, its field]
+MOST_ROWS = 2**24  # of a table
 OBJECTS_FILE, ROWS_FILE, LOG = "objects.safetensors", "rows.safetensors", "export.log"
 
 
@@ -74,21 +75,28 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
     if keep < 1:
         raise ConfigError(f"save(keep={keep}): the newest checkpoint always stays; give 1 or more")
     content, adoption, (rank, num_ranks) = state_of(objects), doors.engine, rank_and_count()
-    for own in gathered(pack(drawn(doors.loops.states(), rank)), adoption.homes[0].device):
-        content |= unpack(own)
+    for states in gathered(pack(drawn(doors.loops.states(), rank)), adoption.homes[0].device):
+        content |= unpack(states)
     if rank:
         return
     place, newest = Path(folder).resolve(), newest_of(Path(folder))
     run = run_to_save(place, newest, doors.runs.get(place), step)
     for home in adoption.homes:
         home.take_back()
-    engine = adoption.with_all()
     script = SavedScript(name=script_name(), tables=tuple(map(saved_table, adoption.homes)), num_ranks=num_ranks)
-    goes_on = newest is not None and newest.script == script and next(reversed(doors.runs)) == place
-    unsaved = [home.unsaved_rows() for home in adoption.homes]
+    for own in script.tables:
+        if own.num_rows > MOST_ROWS:
+            raise ConfigError(
+                f"save: {own.name} has {own.num_rows:,} rows, and a first save, or decay, writes them all; tables of "
+                f"more than {MOST_ROWS:,} rows cannot be saved yet: save what the script needs of them by torch.save"
+            )
+    is_last = newest is not None and newest.checksum == run.checksum and next(reversed(doors.runs)) == place
+    goes_on = is_last and newest is not None and newest.script == script
+    doors.runs[place] = run  # an interrupt may end the wait below
+    engine = adoption.with_all()
     engine.begin_save()
-    for home, ids in zip(adoption.homes, unsaved, strict=True):
-        send_home(home, ids if goes_on else torch.arange(len(home.here.first.lasts), device="cpu"))
+    for home in adoption.homes:
+        send_home(home, home.unsaved_rows() if goes_on else torch.arange(len(home.here.first.lasts), device="cpu"))
     (adoption.folder / OBJECTS_FILE).write_bytes(pack(content))
     request = SaveRequest(
         folder=str(place),
@@ -177,7 +185,7 @@ def note(doors: Doors, place: Path, manifest: Manifest) -> None:
 def run_to_save(place: Path, newest: Manifest | None, run: Run | None, step: int) -> Run:
     if newest is None:
         return run or Run(uuid.uuid4().hex[:12], "")
-    if run is None or run.checksum != newest.checksum:
+    if run is None or run.run_id != newest.run_id:
         of = "a job" if newest.script is None else newest.script.name
         raise ConfigError(
             f"save: {place} holds a run of {of} after step {newest.train_steps:,}, from which this process has not "
