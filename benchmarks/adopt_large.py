@@ -60,11 +60,11 @@ def train(model: Model, rows: int) -> list[Tensor]:
     return losses
 
 
-def main(folder: Path, rows: int, *, compares: bool) -> None:
+def main(folder: Path, rows: int, init: str, *, compares: bool) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     begun_s = time.perf_counter()
-    with rowcast.tables(folder):
+    with rowcast.tables(folder, init=init):
         model = Model(rows)
     print(f"first values of {rows:,} rows: {time.perf_counter() - begun_s:.1f} s")
     look()
@@ -88,6 +88,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=100_000_000)
+    parser.add_argument("--init", default="", help="a rule, such as normal:0.02, in place of the script's first values")
     parser.add_argument("--compare", action="store_true")
     given = parser.parse_args()
-    main(given.folder, given.rows, compares=given.compare)
+    main(given.folder, given.rows, given.init, compares=given.compare)
