@@ -58,7 +58,7 @@ def hashed(near: Any, n: int, rows: int) -> Any:
 class Model(nn.Module):
     def __init__(self, rows: int, tables: Path) -> None:
         super().__init__()
-        with rowcast.tables(tables, init="normal:1", seed=0):
+        with rowcast.tables(tables, init="uniform", seed=0):
             self.memory = nn.Embedding(rows, ROW)
         self.token, self.place = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.mix, self.out = nn.Linear(len(GRAMS) * ROW, WIDTH), nn.Linear(WIDTH, 256)
