@@ -8,6 +8,7 @@ has the context s without its first byte, p(b | c) = (count(c b) + types(c) p(b 
 """
 
 import argparse
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +50,7 @@ def bits_a_byte(counted: npt.NDArray[np.uint8], held_out: npt.NDArray[np.uint8],
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", required=True, help="a folder of text files")
+    parser.add_argument("--text", type=Path, required=True, help="a folder of text files")
     parser.add_argument("--steps", type=int, default=400, help="batches of windows, as the example's")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -29,6 +29,7 @@ What the factories of a job use:
 docs/python.md, docs/adopt.md and docs/models.md walk through them.
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,12 +93,16 @@ def __getattr__(name: str) -> Any:
     if name in LEFT:
         from rowcast.runtime.errors import ConfigError
 
-        raise ConfigError(
+        raise type("LeftError", (ConfigError, AttributeError), {})(
             f"rowcast.{name} has left: adopt the script as it is, or train its model by a job file (docs/scripts.md)"
         )
     if name not in MODULES:
         raise AttributeError(f"module 'rowcast' has no attribute {name!r}")
-    return getattr(import_module(MODULES[name]), name)
+    state = random.getstate()  # packages draw as they are imported, and a script may have seeded
+    try:
+        return getattr(import_module(MODULES[name]), name)
+    finally:
+        random.setstate(state)
 
 
 def __dir__() -> list[str]:

@@ -106,7 +106,7 @@ def main() -> None:
         held_out = [model(*batch).item() for batch in windows(options.text, "eval", options.rows, 20, options.seed)]
     print(f"held out: {sum(held_out) / len(held_out) / math.log(2):.3f} bits a byte")
     if options.end:
-        torch.save({"losses": losses + held_out, "dense": dense}, options.end)
+        torch.save({"losses": losses + held_out, "dense": [weight.detach() for weight in dense]}, options.end)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """examples/adopt/ddp.py as a user starts it, as it is and adopted: both end with the same bits."""
 
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
 
-from tests.support.processes import Session
+from tests.support.processes import ROOT, Session
 from tests.support.twins import bytes_by_name
 
 
@@ -35,3 +38,10 @@ def test_a_language_model_beside_a_hashed_table_ends_with_the_same_bits_when_it_
             assert ended.code == 0, ended.stderr
             ends.append(bytes_by_name(torch.load(tmp_path / "end")))
     assert ends[0] == ends[1]
+
+
+def test_the_import_of_adopt_draws_no_random_number_of_the_scripts() -> None:
+    code = "import random, rowcast; random.seed(3); rowcast.adopt; print(random.random())"
+    expected = random.Random(3).random()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert float(done.stdout) == expected

@@ -127,6 +127,21 @@ def test_first_values_are_those_of_a_job_file(init: str, tmp_path: Path) -> None
         assert np.array_equal(weight.view(np.int32), expected.view(np.int32))
 
 
+def test_a_script_that_is_started_again_takes_the_file_of_its_rule(tmp_path: Path) -> None:
+    first, again = made(tmp_path), made(tmp_path)
+    assert torch.equal(first.item.weight, again.item.weight)
+    with torch.no_grad():
+        again.item.weight[5] += 1.0
+    assert "is there already" in refused(lambda: made(tmp_path))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_module_that_has_no_rows_yet_is_printed(tmp_path: Path) -> None:
+    model = made(tmp_path, rows=HUGE)
+    assert f"EmbeddingBag({HUGE + 1}, 4, mode='mean')" in repr(model)
+    assert f"EmbeddingBag({HUGE + 1}, 4, mode='mean', adopted)" in repr(rowcast.adopt(model, "60 rows"))
+
+
 def test_nothing_is_drawn_and_another_seed_gives_other_rows(tmp_path: Path) -> None:
     first, other = made(tmp_path / "a"), made(tmp_path / "b", seed=8)
     torch.manual_seed(5)

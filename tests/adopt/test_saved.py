@@ -4,7 +4,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn, optim
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import rowcast
 from rowcast.deploy.score import scoring_content
@@ -58,6 +58,11 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.top(torch.cat([self.item(x[:, 0]), self.user(x)], 1))
         return scores.squeeze(1)
+
+
+class Pair(NamedTuple):
+    first: int
+    second: int
 
 
 class Best:
@@ -250,6 +255,13 @@ def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(
     script.best.state["rows"] = {1, 2}
     with pytest.raises(ConfigError, match=facts("Best", "set")):
         rowcast.save(tmp_path, *script.objects, step=5)
+    for state, kind in (({("a", 1): 2}, "('a', 1)"), (Pair(1, 2), "Pair"), (torch.eye(2).to_sparse(), "Tensor")):
+        script.best.state["rows"] = state
+        with pytest.raises(ConfigError, match=facts("Best", kind)):
+            rowcast.save(tmp_path, *script.objects, step=5)
+    for step in (-1, 5.0, 10**12, None):
+        with pytest.raises(ConfigError, match=facts(f"save(step={step!r})", "a whole number")):
+            rowcast.save(tmp_path, step=step)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=facts("Generator", "state_dict")):
         rowcast.save(tmp_path, torch.Generator(), step=5)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=facts("step=4", "step 4", "ascend")):
@@ -281,17 +293,51 @@ def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(
         rowcast.restore(tmp_path, *same.objects)
 
 
+class Wrapped:
+    """Shows progress, say."""
+
+    def __init__(self, loader: Any) -> None:
+        self.inner = loader
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Any:
+        return iter(self.inner)
+
+
+class Shuffles(Sampler[int]):
+    def __init__(self, count: int, generator: torch.Generator) -> None:
+        self.count, self.drawn_from = count, generator
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(self.count, generator=self.drawn_from).tolist())
+
+
+LOADERS: dict[str, Callable[[Any, torch.Generator], Any]] = {
+    # without a generator of its own the loader draws once, as an epoch begins
+    "none": lambda data, own: DataLoader(data, 8, shuffle=True),
+    "loader": lambda data, own: DataLoader(data, 8, shuffle=True, generator=own),
+    "sampler": lambda data, own: DataLoader(data, 8, sampler=Shuffles(len(data), own)),
+    "batch sampler": lambda data, own: DataLoader(data, batch_sampler=BatchSampler(Shuffles(len(data), own), 8, False)),
+    "wrapped": lambda data, own: Wrapped(DataLoader(data, 8, shuffle=True, generator=own)),
+}
+
+
 class Epochs(Script):
     """Shuffled epochs, and steps that draw from all generators that scripts use."""
 
-    def __init__(self, seed: int, *, owned: bool) -> None:
+    def __init__(self, seed: int, *, owned: str) -> None:
+        """`owned`: what has a generator of its own."""
         super().__init__("Adam", seed)
         random.seed(seed)
         np.random.seed(seed)
         ids = torch.cat([batch(step) for step in range(10)])
-        own = torch.Generator().manual_seed(seed) if owned else None
-        # without a generator of its own the loader draws once, as an epoch begins
-        self.loader: Any = DataLoader(TensorDataset(ids, ids[:, 0] / ROWS), 8, shuffle=True, generator=own)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.loader = LOADERS[owned](TensorDataset(ids, ids[:, 0] / ROWS), self.generator)
 
     def run(self, step: int, end: int, folder: Path | None = None) -> "Epochs":
         epoch, done = divmod(step, len(self.loader))
@@ -316,9 +362,9 @@ def numbers(count: int) -> TensorDataset:
     return TensorDataset(torch.arange(count))
 
 
-@pytest.mark.parametrize("owned", [True, False])
+@pytest.mark.parametrize("owned", LOADERS)
 def test_a_script_that_was_lost_within_an_epoch_goes_on_at_its_batch(
-    owned: bool, engines: Engines, tmp_path: Path
+    owned: str, engines: Engines, tmp_path: Path
 ) -> None:
     plain = Epochs(3, owned=owned).run(0, 30)
     left: Any = Epochs(3, owned=owned).adopted()
@@ -329,9 +375,7 @@ def test_a_script_that_was_lost_within_an_epoch_goes_on_at_its_batch(
         assert rowcast.restore(tmp_path, *left.objects) == expected
         left.run(expected, end, tmp_path)
     assert differing(plain, left) == 0
-    assert left.loader.generator is None or torch.equal(
-        left.loader.generator.get_state(), plain.loader.generator.get_state()
-    )
+    assert owned == "none" or torch.equal(left.generator.get_state(), plain.generator.get_state())
 
 
 def test_a_loop_cannot_go_on_where_its_beginning_is_not_known(engines: Engines, tmp_path: Path) -> None:
@@ -344,6 +388,8 @@ def test_a_loop_cannot_go_on_where_its_beginning_is_not_known(engines: Engines, 
     assert [int(own) for [own] in rest] == [2], "the first loop goes on"
     assert [int(own) for [own] in rest] == [0, 1, 2]
     assert [*rowcast.ahead(iter([3, 4, 5]), skip=1)] == [4, 5]
+    with pytest.raises(ConfigError, match=facts("an enumerate, which has begun its loader", "give the loader itself")):
+        rowcast.ahead(enumerate(DataLoader(numbers(3))), skip=1)
 
 
 def manifests(folder: Path) -> list[Manifest]:

@@ -45,4 +45,5 @@ def test_its_model_is_refused_with_what_to_do(run_dir: Path) -> None:
 def test_a_name_that_left_leads_to_the_page(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^rowcast\.{name} has left: .* \(docs/scripts\.md\)$"):
         getattr(rowcast, name)
+    assert not hasattr(rowcast, name)
     assert not hasattr(rowcast, "no_name")

@@ -88,7 +88,7 @@ def doubled(value: Any) -> Any:
     [
         (Keeper(np.random.default_rng(0)), ("Generator",)),
         (Keeper(np.float32(1)), ("float32",)),
-        (Keeper({(1, 2): 3}), ("list",)),
+        (Keeper({(1, 2): 3}), ("the key (1, 2)",)),
         (Keeper(torch.zeros(2).to_sparse()), ("cannot be saved",)),
         (Keeper(1, doubled), ("load_state_dict",)),
         (Keeper(0, lambda value: 1 / value), ("division",)),

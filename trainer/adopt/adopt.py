@@ -33,7 +33,7 @@ from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, stor
 from rowcast.trainer.adopt.data_parallel import refuse_earlier, refuse_wrappers
 from rowcast.trainer.adopt.given_ids import LookedUp, given_by
 from rowcast.trainer.adopt.mapped_tables import RuledTable
-from rowcast.trainer.adopt.random_states import NO_LOOP, Loop, Loops
+from rowcast.trainer.adopt.random_states import NO_LOOP, Loop, Loops, refuse_begun
 from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
 from rowcast.trainer.adopt.rows import Home
 from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation, refuse_whole
@@ -276,6 +276,7 @@ def ahead(batches: Iterable[Any], *, ids: Callable[[Any], Any] = no_ids, skip: i
     reading = _doors[0].reading if adopts() else None
     if skip != NO_LOOP:
         loops, plain = (Loops(), nullcontext) if reading is None else (_doors[0].loops, reading.plain)
+        refuse_begun(batches)
         is_iterator = isinstance(batches, Iterator)
         batches = loops.begin(batches, skip) if is_iterator else Loop(loops, batches, skip, plain)
     return batches if reading is None else reading.ahead(batches, given_by(ids, _parameters))

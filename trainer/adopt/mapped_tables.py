@@ -38,7 +38,8 @@ def tables(folder: str | Path, *, init: str = "", seed: int = 0) -> Iterator[Non
     is zeros. Those of more than 16,777,216 rows are in no file: their rows are made when they are first needed, once
     `rowcast.adopt` has the model. seed: of the rule.
 
-    Raises ConfigError if a file is there already, the disk has not as much space, or there is no such rule."""
+    Raises ConfigError if a file is there already, unless it has the rule's values, if the disk has not as much space,
+    or if there is no such rule."""
     check_rule(init, seed)
     own = Path(folder).absolute()
     own.mkdir(parents=True, exist_ok=True)
@@ -101,7 +102,7 @@ class MappedWeights(TorchFunctionMode):
             raise ConfigError(f"{path}: a table has up to {MOST_ROWS:,} rows, not {num_rows:,}")
         zero_row = -1 if module.padding_idx is None else module.padding_idx
         rule = RowRule(init=self._init, seed=self._seed, table=name, num_rows=num_rows, width=dim, zero_row=zero_row)
-        weights = RuledTable.of(rule) if is_large(num_rows) else written_out(rule, new_table(path, num_rows, dim))
+        weights = RuledTable.of(rule) if is_large(num_rows) else written_out(rule, path)
         self._by_rule[address(weights)] = weights.shape
         return weights
 
@@ -119,10 +120,20 @@ def new_table(path: Path, num_rows: int, dim: int) -> Tensor:
     return mapped(path, (num_rows, dim), torch.float32)
 
 
-def written_out(rule: RowRule, weights: Tensor) -> Tensor:
-    for at in range(0, rule.num_rows, BLOCK_ROWS):
-        own = weights[at : at + BLOCK_ROWS]
-        own.copy_(torch.from_numpy(rule.rows(np.arange(at, at + len(own)))))
+def written_out(rule: RowRule, path: Path) -> Tensor:
+    """The rule's rows in a file. One that has them already, as of a script that is started again, is taken."""
+    blocks = [slice(at, min(at + BLOCK_ROWS, rule.num_rows)) for at in range(0, rule.num_rows, BLOCK_ROWS)]
+    rows = (torch.from_numpy(rule.rows(np.arange(own.start, own.stop))) for own in blocks)
+    size = rule.num_rows * rule.width
+    if path.is_file() and path.stat().st_size == 4 * size:
+        weights = torch.from_file(str(path), shared=True, size=size, device="cpu").view(rule.num_rows, rule.width)
+        pairs = zip(blocks, rows, strict=True)
+        if all(torch.equal(weights[own].view(torch.int32), first.view(torch.int32)) for own, first in pairs):
+            made_here.add(str(path))
+            return weights
+    weights = new_table(path, rule.num_rows, rule.width)
+    for own, first in zip(blocks, rows, strict=True):
+        weights[own] = first
     return weights
 
 
@@ -163,6 +174,8 @@ class RuledTable(nn.Parameter):
                 values: Any = func(table).as_subclass(cls)
             values.rule = table.rule
             return values
+        if name == "__repr__":  # of the module, which prints all that it has
+            return f"a table of {len(table):,} rows by the rule {table.rule.init}"
         if name == "__getitem__" and isinstance(args[1], int) and args[1] == table.rule.zero_row:
             return torch.zeros(table.rule.width, device="cpu")  # what fills the padding's row finds it filled
         raise ConfigError(

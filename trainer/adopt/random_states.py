@@ -12,16 +12,19 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from rowcast.runtime.errors import ConfigError
 
 States = dict[str, Any]  # of generators of random numbers, by name
 StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
+MOST_PARTS = 1000  # of a loader that are looked through for generators
 NO_LOOP = -1  # of `skip`: the loop is not one that saves go on in
 NUMPY = "numpy.random"
 
@@ -41,9 +44,28 @@ def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, State
 
 
 def owned_by(batches: Any) -> list[torch.Generator]:
-    """The generators of a loader and its sampler."""
-    found = (getattr(owner, "generator", None) for owner in (batches, getattr(batches, "sampler", None)))
-    return [own for own in found if isinstance(own, torch.Generator)]
+    """The generators of a loader, and of all that it is made of: samplers, what wraps it, data sets."""
+    found: list[torch.Generator] = []
+    seen, left = set[int](), [batches]
+    while left and len(seen) < MOST_PARTS:
+        owner = left.pop(0)
+        if id(owner) in seen or isinstance(owner, Tensor | type | ModuleType | torch.nn.Module):
+            continue
+        seen.add(id(owner))
+        if isinstance(owner, torch.Generator):
+            found.append(owner)
+        left += getattr(owner, "__dict__", {}).values()
+    return found
+
+
+def refuse_begun(batches: Any) -> None:
+    """Raises ConfigError for what has begun its loader before the loop begins: it may have drawn already."""
+    if isinstance(batches, enumerate | zip | map | filter | _BaseDataLoaderIter):
+        name = type(batches).__name__
+        raise ConfigError(
+            f"ahead(skip=...) was given {'an' if name[0] in 'e' else 'a'} {name}, which has begun its loader; give the "
+            "loader itself, as in enumerate(rowcast.ahead(loader, skip=n))"
+        )
 
 
 def states_of(owned: Sequence[torch.Generator]) -> States:

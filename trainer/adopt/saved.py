@@ -50,6 +50,7 @@ from rowcast.trainer.adopt.whole_table import WEIGHTS
 from rowcast.trainer.models.model_state import Stateful, Tensors, flattened, pack, rebuilt, unpack
 
 STRUCTURE = "objects.structure"
+MOST_STEPS = 10**12 - 1
 DOOR = "adopted"  # in a structure: [the name of a table, its field]
 MOST_ROWS = 2**24  # of a table
 OBJECTS_FILE, ROWS_FILE, LOG = "objects.safetensors", "rows.safetensors", "export.log"
@@ -74,6 +75,9 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
             )
     if keep < 1:
         raise ConfigError(f"save(keep={keep}): the newest checkpoint always stays; give 1 or more")
+    if not hasattr(step, "__index__") or not 0 <= step <= MOST_STEPS:
+        raise ConfigError(f"save(step={step!r}): a step is a whole number from 0 to {MOST_STEPS:,}")
+    step = int(step)
     content, adoption, (rank, num_ranks) = state_of(objects), doors.engine, rank_and_count()
     for states in gathered(pack(drawn(doors.loops.states(), rank)), adoption.homes[0].device):
         content |= unpack(states)

@@ -86,6 +86,8 @@ class TableParameter(nn.Parameter):
         if name == "full_like" and is_large(first.table.shape[0]):  # Adagrad makes its sums before the first step
             with as_plain():
                 return func(first[:1, :1], *args[1:], **kwargs).expand(first.table.shape)
+        if name == "__repr__" and is_large(first.table.shape[0]):  # of the module, which prints all that it has
+            return f"an adopted table of {first.table.shape[0]:,} rows"
         if name in MOVES and (moved := another_door(func, args, kwargs)) is not None:
             return moved
         if is_of_parameter(func) or (name in OF_ANOTHER and not isinstance(first, TableParameter)):

@@ -85,14 +85,19 @@ class StatefulObjects:
 
 def flattened(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     """Nested state as JSON; moves its tensors to `tensors`. Raises ConfigError for a value that is neither."""
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         name = f"{prefix}.{len(tensors)}"
         tensors[name] = value
         return {"tensor": name}
     if isinstance(value, Mapping):
+        if others := [key for key in value if key is not None and not isinstance(key, bool | int | float | str)]:
+            raise ConfigError(
+                f"the state of an object holds a dictionary with the key {others[0]!r}, which a checkpoint cannot; its "
+                "keys are numbers and text"
+            )
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):  # a namedtuple would come back as another
         kind = "tuple" if type(value) is tuple else "list"
         return {kind: [flattened(entry, prefix, tensors) for entry in value]}
     if value is None or isinstance(value, bool | int | float | str):
