@@ -11,6 +11,7 @@ from rowcast.prefetcher.run.warm_up import every_loop
 from rowcast.runtime.compiled import LOOPS, LoopCache, note_prepared
 from rowcast.runtime.errors import ConfigError, advice
 from rowcast.trainer.adopt.catch_up import try_loops
+from rowcast.trainer.adopt.residency import try_slots
 from rowcast.trainer.kernels.choose import compile_for_cpu
 
 COUNTS = "cache_misses", "cache_hits"
@@ -27,6 +28,7 @@ def prepare() -> None:
         every_loop(Path(scratch))
     compile_for_cpu()
     try_loops()
+    try_slots()
     try:
         if LoopCache.lost is not None:
             raise LoopCache.lost

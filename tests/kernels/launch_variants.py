@@ -39,10 +39,11 @@ Variants = list[tuple[str, str]]  # kernel, variant
 
 def checked(job: Job) -> Variants:
     found: set[tuple[str, str]] = set()
+    difference = choose.difference
 
     def check(kernels: Any, *others: Any, exact: bool) -> str | None:
         assert kernels is triton_ops
-        return choose.difference(NotedKernels(), *others, exact=exact)
+        return difference(NotedKernels(), *others, exact=exact)
 
     with noted_launches(lambda *launch: found.add(launch)), patch.object(choose, "difference", check):
         assert choose.triton_kernels(torch.device("cpu"), job) is triton_ops

@@ -16,7 +16,7 @@ from rowcast.runtime.stages import ThreadPool, cuts
 from rowcast.trainer.device.cuda import warm_up_sqrt
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, Rule, all_groups, compiled_ops, torch_ops
 from rowcast.trainer.kernels.choose import choose_kernels, difference
-from rowcast.trainer.kernels.compiled_ops import CompiledOps
+from rowcast.trainer.kernels.compiled_ops import CompiledOps, updates
 from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
@@ -259,3 +259,8 @@ def test_the_check_leaves_torchs_random_numbers_alone() -> None:
     before = torch.get_rng_state()
     difference(CompiledOps(), group_specs(job))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_each_row_optimizer_with_a_compiled_update_is_known_whichever_file_is_imported_first() -> None:
+    """It imports these loops, and they know it by its name."""
+    assert {*updates()} == {"sgd", "adagrad", "rowwise_adagrad"}

@@ -39,6 +39,13 @@ class Residency:
         return rows
 
 
+def try_slots() -> None:
+    """Compiles all loops."""
+    own = Residency(num_slots=1)
+    own.coming[0] = 3
+    own.slots(own.fill(np.zeros(1, np.int64)))
+
+
 @compiled_loop
 def find_slots(cells: I32, shift: np.uint64, row_in: I64, rows: I64, found: I64) -> None:
     for i in range(len(rows)):

@@ -188,7 +188,7 @@ def compiled_kernels(job: Job | None) -> Kernels:
 
 def compile_for_cpu() -> None:
     """Compiles the loops of a trainer on a CPU for every job."""
-    from rowcast.trainer.kernels.compiled_ops import UPDATES, CompiledOps
+    from rowcast.trainer.kernels.compiled_ops import CompiledOps, updates
 
     tables = [{"name": "t", "num_embeddings": 8, "embedding_dim": 4, "features": ["f"], "pooling": "mean"}]
     arrange_each(np.zeros((0, 9), np.int64), np.zeros(1, np.int64))
@@ -197,7 +197,7 @@ def compile_for_cpu() -> None:
     first_not_rising(np.zeros(0, np.int32), no_places)
     gather_each(no_moves := np.zeros((0, 7), np.int64))
     scatter_each(no_moves)
-    for kind in UPDATES:
+    for kind in updates():
         optimizer = {"sparse": {"kind": kind, "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}
         job = parse_job(
             {

@@ -23,7 +23,7 @@ ranges share.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -279,7 +279,12 @@ def ask_for(part: RecordArray, i: int, width: int) -> None:
 
 
 MIN_FLOATS = 2**16  # the least work that is worth waking a thread for
-UPDATES = {name: module.update for name, module in row_optimizers.having("update").items()}
+
+
+@cache  # when it is first needed: the files of the row optimizers import this one
+def updates() -> dict[str, Callable[[Step, Rule], None]]:
+    """The compiled updates, by the row optimizer's name."""
+    return {name: file.update for name, file in row_optimizers.having("update").items()}
 
 
 class CompiledOps:
@@ -319,7 +324,7 @@ class CompiledOps:
         self.update_all([(rows, group, divisors)], [pooled_grad], rule)
 
     def update_all(self, groups: Sequence[Group], pooled_grads: Sequence[Tensor], rule: Rule) -> None:
-        has_loop = rule.kind in UPDATES and rule.clip is None
+        has_loop = rule.kind in updates() and rule.clip is None
         served, grads = list[Group](), list[Tensor]()
         for group, grad in zip(groups, pooled_grads, strict=True):
             rows, lookup, divisors = group
@@ -329,7 +334,7 @@ class CompiledOps:
             else:
                 self.apply(rows, lookup.unique_slots, self.reduce(grad, lookup, divisors), rule)
         if served:
-            UPDATES[rule.kind](Step(self._pool, served, grads), rule)
+            updates()[rule.kind](Step(self._pool, served, grads), rule)
 
 
 def num_bags(group: GroupLookup) -> int:
