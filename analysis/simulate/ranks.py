@@ -127,7 +127,7 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     """A count of each rank, or part, at each step."""
 
     mean: float  # over all steps and ranks
-    most: int  # of one rank at one step
+    most: int  # the largest count of a rank in a step
     imbalance: float | None  # the largest over the mean of a train step, in the mean; None if all are 0
 
 
@@ -149,10 +149,10 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
 
     ranks: int
     parts: int
-    batch_size: int  # of all ranks together
+    batch_size: int  # samples of all ranks together
     shuffle: str | None
     policy: str
-    capacity: str | int  # of a rank
+    capacity: str | int  # what each rank has for rows
     horizon: Horizon
     skipped: str | None = None
     capacity_rows: int | None = None  # slots of all groups, in the mean over ranks
@@ -165,9 +165,9 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     owner_rows: Spread | None = None
     # rows that a rank receives from others in a step; as many gradients leave in a train step
     rows_received: Spread | None = None
-    rows_late: float | None = None  # of these, in the mean: used by some rank in the step before
+    rows_late: float | None = None  # the mean of those that some rank used in the step before
     row_bytes: float | None = None  # received per rank and step
-    gradient_bytes: float | None = None  # of the row gradients that a rank sends in a train step
+    gradient_bytes: float | None = None  # what a rank sends of row gradients in a train step
     vector_bytes: float | None = None  # pooled by the owners of whole tables: received per rank and step
     vector_gradient_bytes: float | None = None  # sent by a rank in a train step
     rows_fetched: Spread | None = None

@@ -30,7 +30,7 @@ from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import Event, timeline_path
 
 AHEAD = ("plan", "fetch", "send")  # the prefetcher's work for a step before the trainer can begin it
-OLD_SUFFIX = ".jsonl"  # of recordings that are no trace events
+OLD_SUFFIX = ".jsonl"  # older versions recorded lines that are not trace events
 
 
 @dataclass(frozen=True, slots=True)
