@@ -1,9 +1,12 @@
-"""How every command of this package shows its progress and says what it found: tables, sentences, or a line of JSON."""
+"""How every command of this package shows its progress and says what it found: tables, sentences, or a line of JSON;
+and the findings of `rowcast check`.
+"""
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from time import monotonic
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -11,7 +14,9 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
+from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import print_json, stdout_console
+from rowcast.runtime.telemetry.logs import get_logger
 
 EVERY_S = 5.0  # between lines where there is no terminal
 
@@ -56,7 +61,7 @@ class ProgressBar(AnalysisProgress):
         self._bar.stop()
 
 
-FILE_WIDTH = 160  # if the output is not a terminal
+FILE_WIDTH = 2000  # if the output is not a terminal: a row of a table is one line of a file
 CHOSEN = "bold green"
 R = TypeVar("R")
 Part = Table | Text | str
@@ -71,12 +76,12 @@ def table_of(
     chosen: Callable[[R], bool] = lambda row: False,
 ) -> Table:
     """A line for each row. Columns in `left` are aligned left; `chosen` rows are coloured."""
-    found = Table(box=None, padding=(0, padding, 0, 0), header_style="bold", pad_edge=False)
+    table = Table(box=None, padding=(0, padding, 0, 0), header_style="bold", pad_edge=False)
     for name in columns:
-        found.add_column(name, justify="left" if name in left else "right", overflow="fold")
+        table.add_column(name, justify="left" if name in left else "right", overflow="fold")
     for row in rows:
-        found.add_row(*(Text(cell(row)) for cell in columns.values()), style=CHOSEN if chosen(row) else "")
-    return found
+        table.add_row(*(Text(cell(row)) for cell in columns.values()), style=CHOSEN if chosen(row) else "")
+    return table
 
 
 def show(value: object, parts: Iterable[Part], *, as_json: bool) -> None:
@@ -97,3 +102,43 @@ def tell(parts: Iterable[Part], console: Console) -> None:
             console.print()
         console.print(Text(part) if isinstance(part, str) else part, soft_wrap=not console.is_terminal)
         before = part
+
+
+Level = Literal["ok", "warning", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    level: Level  # error: a run would not start, or would fail; warning: it may fail, or not do what was intended
+    subject: str = ""
+    sentence: str  # with numbers; says what to change unless the level is ok
+
+
+def ok(sentence: str) -> Finding:
+    return Finding(level="ok", sentence=sentence)
+
+
+def warning(sentence: str) -> Finding:
+    return Finding(level="warning", sentence=sentence)
+
+
+def error(sentence: str) -> Finding:
+    return Finding(level="error", sentence=sentence)
+
+
+def about(subject: str, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Gives a subject to the findings that have none."""
+    yield from (finding if finding.subject else replace(finding, subject=subject) for finding in findings)
+
+
+def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Returns the findings of a check. An exception is what a run would report: an error that ends the check."""
+    printed: list[Finding] = []
+    try:
+        printed.extend(check())
+    except RowcastError as raised:
+        printed.append(error(str(raised)))
+    except Exception as raised:  # noqa: BLE001 - a user's factory may raise anything, and the other checks still run
+        get_logger().exception("unexpected error", check=subject)
+        printed.append(error(f"unexpected error: {type(raised).__name__}: {raised}; the log has the traceback"))
+    return list(about(subject, printed))

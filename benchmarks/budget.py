@@ -45,8 +45,8 @@ from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.run.sizing import MOST_THREADS, automatic_threads
 from rowcast.prefetcher.stores import tracked_store
-from rowcast.prefetcher.stores.elements import FiniteRows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.records import FiniteRows
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import ScheduledBatch

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from benchmarks.machine import machine, write_result
 from rowcast.trainer.adopt.catch_up import catch_up
-from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import StepLog, has_rows
+from rowcast.trainer.adopt.missed_steps import StepLog, has_rows
+from rowcast.trainer.adopt.records import Records
 
 RULES: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "Adam": (torch.optim.Adam, {}),

@@ -29,7 +29,7 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints.row_files import RowFiles
 from rowcast.prefetcher.readers.id_check import is_kept
 from rowcast.prefetcher.readers.reader import open_reader
-from rowcast.prefetcher.stores.elements import FiniteRows
+from rowcast.prefetcher.stores.records import FiniteRows
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.disk import Disk
 

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = (
     "tests/trainer/test_cuda.py",
-    "tests/trainer/test_full_device.py",
+    "tests/trainer/test_staging.py",
     "tests/trainer/test_torch_collectives.py",
     "tests/kernels/test_choose.py",
     "tests/kernels/test_triton_interaction.py::test_a_cuda_device_gets_triton_and_torch_with_a_warning_where_it_fails",

@@ -18,9 +18,9 @@ import torch
 from benchmarks.machine import machine
 from benchmarks.training.recorded import record, recorded_plans, slots_for, touched, train_batches
 from benchmarks.training.replay import Replay
+from rowcast.analysis.estimate.measure import Stopwatch, measured, measured_overheads, model_shapes, row_shapes
+from rowcast.analysis.estimate.overheads import NUM_DENSE
 from rowcast.analysis.estimate.planned import step_calls
-from rowcast.analysis.estimate.rates.measure import Stopwatch, measured, measured_overheads, model_shapes, row_shapes
-from rowcast.analysis.estimate.rates.overheads import NUM_DENSE
 from rowcast.analysis.estimate.rates_file import (
     OF_MAIN,
     RATES_VERSION,

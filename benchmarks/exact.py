@@ -30,7 +30,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.stores import STORES, Redis, StoreWithTier
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import measure
+from rowcast.prefetcher.planner.first_batches import measure
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.report.report_json import Report, read_report

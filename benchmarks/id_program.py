@@ -17,15 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.machine import machine, write_result
-from rowcast.trainer.adopt.id_program import Program, Recorder, leaves_of
-from rowcast.trainer.adopt.read_ahead import distinct_rows
+from rowcast.trainer.adopt.id_program import Program, Recorder, TableKey, leaves_of
+from rowcast.trainer.adopt.records import distinct_rows
 
 ROUNDS, CALLS = 25, 10
+TABLE = TableKey("", 1_000_000)
 Step = Callable[[Any], Iterator[Tensor]]  # a batch -> the ids of each look-up, each of a table of its own
-
-
-class Table:
-    name, num_embeddings = "", 1_000_000
 
 
 class Clicks(Dataset[Any]):
@@ -87,7 +84,7 @@ def measured(loader: DataLoader[Any], step: Step) -> dict[str, Any]:
     with recorder:
         looked_up = list(step(batch))
     for ids in looked_up:
-        recorder.note(Table(), ids)
+        recorder.note(TABLE, ids)
     program = Program(recorder, is_alone=True)
     hints = [ids for _, ids in program.run(leaves) if isinstance(ids, Tensor)]
     assert all(torch.equal(hint, ids) for hint, ids in zip(hints, looked_up, strict=True))
@@ -95,7 +92,7 @@ def measured(loader: DataLoader[Any], step: Step) -> dict[str, Any]:
         "loader": least_us(lambda: next(batches)),
         "form": least_us(lambda: leaves_of(batch)),
         "program": least_us(lambda: program.run(leaves)),
-        "rows": least_us(lambda: [distinct_rows(Table().num_embeddings, ids.reshape(-1).numpy()) for ids in hints]),
+        "rows": least_us(lambda: [distinct_rows(TABLE.num_embeddings, ids.reshape(-1).numpy()) for ids in hints]),
     }
     share = 100 * (times["form"] + times["program"]) / times["loader"]
     return {**times, "operations": program.num_operations, "share": share}

@@ -25,9 +25,9 @@ from benchmarks.machine import write_result
 from benchmarks.traffic import log_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.exchange import OwnRows, SharedRows, ShareOfBatch, own_rows
+from rowcast.prefetcher.pipeline.key_exchange import Unpacker, pack
+from rowcast.prefetcher.planner.exchange import ExchangedRows, OwnRows, ShareOfBatch, own_rows
 from rowcast.prefetcher.planner.grouping import JointGrouper
-from rowcast.prefetcher.planner.key_lists import Unpacker, pack
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Lookups, ids_checksum
 from rowcast.protocol.parts import Rank, Shards, ids_of_samples, parts_of, samples_of
@@ -72,7 +72,7 @@ class FirstRank:
         self.sent_bytes += sum(map(len, sent))
         self.sent_keys += sum(len(keys) for rows in own for keys in rows.wanted[1:])
 
-    def _whole(self, batch: Lookups) -> tuple[SharedRows, ...]:
+    def _whole(self, batch: Lookups) -> tuple[ExchangedRows, ...]:
         ids_checksum(batch)
         by_part = [self._grouper.group(part) for part in parts_of(batch, self.rank.parts, ())]
         by_group = zip(zip(*by_part, strict=True), self._shards, strict=True)

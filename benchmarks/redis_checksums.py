@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.cold.page_loops import seal, whole_pages
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
+from rowcast.prefetcher.stores.cold.segments import seal, whole_pages
 from tests.support import jobs
 from tests.support.redis_server import RedisServer
 

@@ -30,7 +30,7 @@ SUITES = (  # the longest first
     "tests/serving",
     "tests/protocol/test_tcp.py",
     "tests/protocol/test_attackers.py",
-    "tests/estimate/test_schedule.py",
+    "tests/estimate/test_pipeline.py",
 )
 AT_A_TIME = 2
 TEST_LIMIT_S = 3000  # per test: large counts take longer than pytest's usual limit

@@ -27,8 +27,15 @@ from benchmarks.planner import job_over
 from benchmarks.traffic import log_cardinalities
 from rowcast.job.schema import Job, Ranks
 from rowcast.job.tables import with_placements
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
-from rowcast.prefetcher.planner.placement import RECEIVED, SENT, Traffic, chosen, counted, everywhere
+from rowcast.prefetcher.planner.first_batches import (
+    MEASURED_BATCHES,
+    RECEIVED,
+    SENT,
+    Traffic,
+    chosen,
+    counted,
+    everywhere,
+)
 from rowcast.prefetcher.readers.formats.synthetic import Zipf
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Lookups, Scheduled

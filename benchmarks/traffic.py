@@ -15,8 +15,7 @@ import numpy as np
 
 from benchmarks.machine import write_result
 from benchmarks.planner import job_over
-from rowcast.analysis.simulate.grid import POLICIES, Grid
-from rowcast.analysis.simulate.simulate import Simulation, simulate
+from rowcast.analysis.simulate.simulate import POLICIES, Grid, Simulation, simulate
 from rowcast.job.schema import Horizon, Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import groupers_of

@@ -15,9 +15,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from rowcast.job.formats import format_of
+from rowcast.job.formats import LabelValues, format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import Roles, RowDecoder, bag_lengths, is_list, roles_of, typed
+from rowcast.prefetcher.readers.clocks import is_time
 from rowcast.prefetcher.readers.columns import Ids, offsets_of
 from rowcast.prefetcher.readers.formats.criteo_tsv import hash_columns, logarithms
 from rowcast.prefetcher.readers.formats.csv import Cell, split_cells, without_empty
@@ -33,29 +34,29 @@ FRAME = Path("the frame")  # in sentences
 Convert = Callable[[Any], Any]  # a pyarrow array -> one of the type that the decoder takes
 
 
-def open_frame(job: Job, frame: Any) -> Reader:
+def open_frame(job: Job, frame: Any, label_values: LabelValues = "none") -> Reader:
     """Raises ConfigError for a missing column, DataError for a frame or a column of another type."""
     if job.data.negatives:
-        return DrawingReader(job, open_frame(job_of_files(job), frame))
+        return DrawingReader(job, open_frame(job_of_files(job), frame, label_values))
     ids = IdCheck(job)
-    rows = FrameRows(job, ids, frame)
+    rows = FrameRows(job, ids, frame, label_values)
     return RowReader(job, ids, rows, rows)
 
 
 class FrameRows:
     """Implements `DataSetRows`, and its cursor."""
 
-    def __init__(self, job: Job, ids: IdCheck, frame: Any) -> None:
-        named = with_named_columns(job)
+    def __init__(self, job: Job, ids: IdCheck, frame: Any, label_values: LabelValues) -> None:
+        named = with_named_columns(job, label_values)
         roles = roles_of(named, FRAME, names_of(frame), lambda: names_of(frame))
         self.dense_names, self._features, self._decoder = roles.dense, roles.features, RowDecoder(named, roles, ids)
         self._table = arrow_table(frame, roles.names())
         self._converts = converts(job, roles)
         self._separators = separators(job)
-        for own in self._features if not format_of(job.data.format).text_cells else ():
-            kind = self._table.schema.field(own.name).type
-            if own.hashed and not own.by_value and not is_all_missing(kind):
-                ids.note_type(own.name, type_of(kind), str(FRAME))
+        for feature in self._features if not format_of(job.data.format).text_cells else ():
+            kind = self._table.schema.field(roles.column(feature.name)).type
+            if feature.hashed and not feature.by_value and not is_all_missing(kind):
+                ids.note_type(feature.name, type_of(kind), str(FRAME))
         self.num_rows, self.paths = self._table.num_rows, list[Path]()
 
     @contextmanager
@@ -76,10 +77,10 @@ class FrameRows:
             raise DataError(f"{FRAME}, column {name}, of type {values.type}: {error}") from None
 
 
-def with_named_columns(job: Job) -> Job:
-    """Returns the job of a frame: without labels, and with the columns int_0, cat_0, ... of a format without names."""
+def with_named_columns(job: Job, label_values: LabelValues) -> Job:
+    """Returns the job of a frame, which has the columns label, int_0, cat_0, ... in a format without names."""
     data, has_names = job.data, format_of(job.data.format).named_columns
-    columns = replace(data.columns, label_values="none")
+    columns = replace(data.columns, label_values=label_values)
     return replace(job, data=replace(data, format=data.format if has_names else "parquet", columns=columns))
 
 
@@ -134,7 +135,7 @@ def converted(values: Any, convert: Convert, separator: str | None) -> Any:
 
 def separators(job: Job) -> dict[str, str]:
     columns = job.data.columns
-    weights = {columns.weights[name]: own for name, own in columns.lists.items() if name in columns.weights}
+    weights = {columns.weights[name]: separator for name, separator in columns.lists.items() if name in columns.weights}
     arrays = {name: columns.lists[of] for name, of in job.data.of.items() if of in columns.lists}
     return columns.lists | weights | arrays
 
@@ -143,18 +144,23 @@ def converts(job: Job, roles: Roles) -> dict[str, Convert]:
     form, features, rules = format_of(job.data.format), job_features(job), job.data.columns.prepare
     is_criteo = job.data.format == "criteo-tsv"
     number = cells_of_numbers if form.text_cells else numbers
-    found: dict[str, Convert] = dict.fromkeys(roles.dense, criteo_dense if is_criteo else number)
-    found |= dict.fromkeys([*roles.weights, *roles.inputs, *roles.of.values()], number)
+    convert: dict[str, Convert] = dict.fromkeys(roles.dense, criteo_dense if is_criteo else number)
+    convert |= dict.fromkeys([*roles.labels, *roles.weights, *roles.inputs, *roles.of.values()], number)
     if form.named_columns:
         hashed, plain = (texts, cells_of_integers) if form.text_cells else (hashable, integers)
-        found |= {own.name: (any_value if own.by_value else hashed) if own.hashed else plain for own in features}
-        mapped = {name: any_value if rule.map else number for name, rule in rules.items() if name in found}
-        return found | mapped
+        convert |= {
+            feature.name: (any_value if feature.by_value else hashed) if feature.hashed else plain
+            for feature in features
+        }
+        mapped = {name: any_value if rule.takes_text else number for name, rule in rules.items() if name in convert}
+        return dict.fromkeys(roles.sources.values(), times) | {
+            name: own for name, own in (convert | mapped).items() if name not in roles.sources
+        }
     rows = {
-        own.name: partial(rows_of, rule, own.num_embeddings, prepare=rules)
-        for own, rule in zip(features, id_rules(job, {}), strict=True)
+        feature.name: partial(rows_of, rule, feature.num_embeddings, prepare=rules)
+        for feature, rule in zip(features, id_rules(job, {}), strict=True)
     }
-    return found | {name: after(criteo_hashes if is_criteo else integers, own) for name, own in rows.items()}
+    return convert | {name: after(criteo_hashes if is_criteo else integers, of_row) for name, of_row in rows.items()}
 
 
 def after(first: Convert, then: Convert) -> Convert:
@@ -172,8 +178,8 @@ def numbers(values: Any) -> Any:
 
 def cells_of_numbers(values: Any) -> Any:
     """Of 64 bits, as they are read from text."""
-    own = without_empty(values).cast(pa.string()).cast(pa.float64()) if is_text(values.type) else numbers(values)
-    return own.cast(pa.int64()) if pa.types.is_integer(own.type) else own.cast(pa.float64())
+    as_numbers = without_empty(values).cast(pa.string()).cast(pa.float64()) if is_text(values.type) else numbers(values)
+    return as_numbers.cast(pa.int64()) if pa.types.is_integer(as_numbers.type) else as_numbers.cast(pa.float64())
 
 
 def integers(values: Any) -> Any:
@@ -202,6 +208,14 @@ def any_value(values: Any) -> Any:
     if can_hash(values.type, by_value=True):
         return values
     raise ValueError("it must be text or numbers")
+
+
+def times(values: Any) -> Any:
+    if pa.types.is_null(values.type):
+        return values.cast(pa.int64())
+    if is_time(values.type):
+        return values
+    raise ValueError("a time is text, a number, or a timestamp")
 
 
 def texts(values: Any) -> Any:

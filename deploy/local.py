@@ -23,10 +23,18 @@ from typer import Option
 
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
-from rowcast.runtime.children import Child, StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.command_options import Config, MaxSteps, Overrides, Source, TensorBoard, Timeline
 from rowcast.runtime.errors import ConfigError, advice
-from rowcast.runtime.process import UNTRAINED, Signals, run_until_stopped
+from rowcast.runtime.process import (
+    UNTRAINED,
+    Child,
+    Signals,
+    StopsChildren,
+    ended_badly,
+    ended_together,
+    run_until_stopped,
+    start_child,
+)
 from rowcast.runtime.run_directory import Role, RunDirectory, has_started, note_start, pair_folder
 
 RESTARTS = 3  # how often the trainers of several ranks are restarted when one ends

@@ -5,13 +5,16 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
+import torch
 import typer
 
 from rowcast.prefetcher.run.warm_up import every_loop
 from rowcast.runtime.compiled import LOOPS, LoopCache, note_prepared
 from rowcast.runtime.errors import ConfigError, advice
 from rowcast.trainer.adopt.catch_up import try_loops
-from rowcast.trainer.adopt.residency import try_slots
+from rowcast.trainer.adopt.records import FEW, distinct_rows, positions
+from rowcast.trainer.adopt.script_engine import try_slots
 from rowcast.trainer.kernels.choose import compile_for_cpu
 
 COUNTS = "cache_misses", "cache_hits"
@@ -29,6 +32,8 @@ def prepare() -> None:
     compile_for_cpu()
     try_loops()
     try_slots()
+    distinct_rows(1, np.zeros(1, np.int64))
+    positions(*(torch.zeros(size, dtype=torch.int64, device="cpu") for size in (1, 1 + FEW)))
     try:
         if LoopCache.lost is not None:
             raise LoopCache.lost

@@ -2,15 +2,17 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
 import torch
 from msgspec.structs import replace
 from safetensors.torch import load_file
@@ -20,16 +22,17 @@ from rowcast.deploy.frames import FRAME, open_frame
 from rowcast.deploy.local import run_both
 from rowcast.deploy.score import scoring_content
 from rowcast.job.file import parse_job, parse_manifest_job, read_content, set_key
+from rowcast.job.formats import LabelValues
 from rowcast.job.named_code import code_of, trusted
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, groups_at, make_keys, whole_groups
-from rowcast.prefetcher.checkpoints.export import CheckpointRows
+from rowcast.prefetcher.checkpoints.export import CheckpointRows, all_of
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.pieces import pieces_by_name, pieces_of, with_columns
-from rowcast.prefetcher.checkpoints.saved_rows import SavedRows
+from rowcast.prefetcher.checkpoints.restore import SavedRows, pieces_by_name, pieces_of, with_columns
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.id_check import check_id_types
 from rowcast.prefetcher.readers.reader import id_types
+from rowcast.prefetcher.stores.records import of_seed
 from rowcast.prefetcher.stores.store import Records
 from rowcast.protocol.batch import Batch
 from rowcast.protocol.parts import belonging, part_of
@@ -42,9 +45,10 @@ from rowcast.runtime.process import Signals
 from rowcast.trainer.device.cuda import choose_device
 from rowcast.trainer.device.streams import on_device
 from rowcast.trainer.kernels import part_of as field_of
-from rowcast.trainer.models.job_model import set_precision
+from rowcast.trainer.models.evaluate import EvalMetrics
+from rowcast.trainer.models.job_model import JobModel, set_precision
 from rowcast.trainer.models.model_state import restore_model
-from rowcast.trainer.models.trained import Bags, TrainedModel, arguments
+from rowcast.trainer.models.trained import Bags, TrainedModel, arguments, rows_of_features
 from rowcast.trainer.report.score_file import probabilities
 from rowcast.trainer.run.machine import refuse_fewer_threads, set_threads
 
@@ -60,15 +64,20 @@ def load(folder: str | Path, trust: Collection[str] = ()) -> "Run":
     return Run(folder)
 
 
-def train(job: str | Path | Job, **settings: Any) -> "Run":
+def train(job: Any, **settings: Any) -> "Run":
     """Trains a job as `rowcast train` does, in child processes, and returns its run.
 
-    job: a job file, or a Job. settings: keys of it, `**{"optimizer.sparse.lr": 0.05}`. The children write to the
-    terminal, or to the notebook, and to `<run_dir>/prefetcher.log`. An interrupt stops them in order, and the same call
-    continues the run. Raises the error of `rowcast train`, a `RowcastError`."""
+    job: a job file, a Job, what `new` returns, or a frame, which is trained by the job that `new` proposes for it and
+    `label`, as in `train(frame, label="late")`. settings: keys of the job, `**{"optimizer.sparse.lr": 0.05}`. The
+    children write to the terminal, or to the notebook, and to `<run_dir>/prefetcher.log`. An interrupt stops them in
+    order, and the same call continues the run. Raises the error of `rowcast train`, a `RowcastError`."""
+    from rowcast.deploy.new_job import NewJob, new  # whoever loads a run needs none of it
+
     if isinstance(job, Job):
         job = trusted(job, TRUSTED, partial(line_to_trust, job.run_dir))
-    content, source = (job.content(), "job") if isinstance(job, Job) else (read_content(Path(job)), str(job))
+    if not isinstance(job, str | Path | Job | NewJob):
+        job = new(job, settings.pop("label", ""))
+    content, source = (read_content(Path(job)), str(job)) if isinstance(job, str | Path) else (job.content(), "job")
     for name, value in settings.items():
         set_key(content, name, value)
     checked = parse_job(content, source)
@@ -78,6 +87,19 @@ def train(job: str | Path | Job, **settings: Any) -> "Run":
         config.write_bytes(msgspec.json.encode(checked.content()))
         run_both(checked, given := ["--config", str(config)], "run", given, Signals())
     return Run(checked.run_dir)
+
+
+def compare(runs: Iterable["Run"]) -> Any:
+    """Returns the evaluations of runs as a pyarrow.Table, a row each: `run`, its directory; `train_step`; the figures
+    of `Run.evaluations`, null where a run has none. `.to_pandas()` makes a frame of pandas of it."""
+    rows = [{"run": str(run.folder), **flat(evaluation)} for run in runs for evaluation in run.evaluations]
+    return pa.table({name: [row.get(name) for row in rows] for name in dict.fromkeys(chain(*rows))})
+
+
+def flat(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """Returns the figures without those of each label."""
+    figures = {name: value for name, value in evaluation.items() if name not in ("ranking", "means", "tasks")}
+    return {**figures, **evaluation.get("ranking", {}), **evaluation.get("means", {})}
 
 
 def line_to_trust(folder: Path, names: list[str]) -> str:
@@ -119,18 +141,42 @@ class Run:
 
         frame: a pandas or polars frame, an Arrow table, or a dict of arrays or lists, with the columns of the data;
         labels are not needed. Raises ConfigError for a missing column, DataError for a value."""
-        job, found = self._scoring_job, [torch.zeros((0, *self.job.data.columns.label_shape))]
-        reader, parts, of = open_frame(job, frame), job.ranks.num_parts, belonging(job)
+        logits = [torch.zeros((0, *self.job.data.columns.label_shape))]
+        for model, outputs, _, _ in self._outputs(frame, "none"):
+            logits.append(model.logits(outputs).float().cpu())
+        return torch.cat(logits).numpy()
+
+    def evaluate(self, frame: Any) -> dict[str, Any]:
+        """Returns what an evaluation of the file that the frame came from finds, as one of `evaluations`.
+
+        frame: as for `predict`, with labels. Raises as `predict`, and ConfigError for a frame without rows."""
+        labels, metrics = self.job.data.columns.labels, None
+        for model, outputs, known, number in self._outputs(frame, self.job.data.columns.label_values):
+            if metrics is None:
+                metrics = EvalMetrics(known.device, self.job.ranks.num_parts, len(labels), model.eval_names)
+            model.count(metrics, outputs, known, number)
+        result = metrics and metrics.close().result(self.train_steps, labels, self.job.eval.ranks)
+        if result is None:
+            raise ConfigError(f"{FRAME} has no row; give the samples to evaluate")
+        return dict(msgspec.json.decode(msgspec.json.encode(result)))
+
+    def _outputs(self, frame: Any, label_values: LabelValues) -> Iterator[tuple[JobModel, Any, Tensor, int]]:
+        """Yields the model, and its outputs for each part of each batch, with the part's labels and number."""
+        job, num_dense, needs_labels = self._scoring_job, len(self._dense_columns), label_values != "none"
+        reader, parts, of = open_frame(job, frame, label_values), job.ranks.num_parts, belonging(job)
         check_id_types(self._manifest, id_types(reader), [FRAME])
         with as_trained(job, self._manifest.machine.threads) as device, torch.no_grad():
-            model = self._model(()).eval().to(device)
+            model = JobModel(self._buildable, num_dense, device, trains=False, needs_labels=needs_labels, parts=parts)
+            restore_model(model.model, self._state)
             for batch in reader.batches("eval", 0):
                 small, tables = self._small(batch)
-                tables = [weights.to(device) for weights in tables]
-                cut = (part_of(small, number, parts, of) for number in range(parts))
-                calls = (arguments(part, job.features, device) for part in cut if part.size)
-                found += [model.scores(tables, *call).float().cpu() for call in calls]
-        return torch.cat(found).numpy()
+                weights = [own.to(device) for own in tables]
+                for number in range(parts):
+                    if (part := part_of(small, number, parts, of)).size:
+                        dense, ids, inputs = arguments(part, job.features, device)
+                        rows = rows_of_features(job.tables, weights, ids, job.ranks.gradients)
+                        outputs = model.forward(dense, rows, inputs, training=False)
+                        yield model, outputs, torch.tensor(part.labels, device=device), number
 
     def probabilities(self, frame: Any) -> F32:
         """Returns what `rowcast score --probability` writes, as `predict`. Raises ConfigError if outputs are no
@@ -149,8 +195,8 @@ class Run:
         """Returns the trained model with all rows of its tables, on the CPU, to be saved, exported or trained on.
 
         Raises ConfigError if the run names code that is not trusted, as all that build the model do."""
-        seed = self._buildable.job.seed
-        rows = CheckpointRows(self._root, self._manifest.layers, self._written, seed)
+        first = of_seed(self._buildable.job.seed)
+        rows = CheckpointRows(self._root, self._manifest.layers, self._written, first, all_of(self._groups))
         tables = {
             table.name: torch.cat([weights_of(group, records) for _, records in blocks])
             for group in self._groups
@@ -205,8 +251,8 @@ class Run:
         by_name = pieces_by_name(self._written)
         of_table = {table.index: (group, table) for group in self._groups for table in group.tables}
         for t, table in enumerate(self.job.tables):
-            own = slice(starts[first], starts[first := first + len(table.features)])
-            rows, ids[own] = np.unique(batch.ids[own], return_inverse=True)
+            span = slice(starts[first], starts[first := first + len(table.features)])
+            rows, ids[span] = np.unique(batch.ids[span], return_inverse=True)
             pieces = pieces_of(of_table[t][1], by_name)
             saved = [self._saved[group.index].records(make_keys(piece.index, rows)) for group, piece in pieces]
             tables.append(weights_of(of_table[t][0], with_columns(of_table[t], pieces, saved)))

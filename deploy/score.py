@@ -17,8 +17,8 @@ from rowcast.deploy.local import run_both
 from rowcast.job.file import apply_override, parse_job, read_content, refuse_script
 from rowcast.job.formats import FORMATS, format_of
 from rowcast.job.named_code import code_in, from_file, trusted
-from rowcast.job.removed import without_removed
 from rowcast.job.schema import Job
+from rowcast.job.section import without_removed
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.command_options import CheckpointName, GivenConfig, Overrides, Probability, RunFolder, Trust
@@ -111,7 +111,7 @@ def scoring_content(checkpoint: Manifest, run: Path, data: str) -> dict[str, Any
     refuse_script(checkpoint.job, str(run))
     content = without_removed(msgspec.to_builtins(checkpoint.job))
     own, ranks = content["data"], content["ranks"]
-    content["job"]["run_dir"] = str(run)
+    content["job"]["run_dir"], content["eval"] = str(run), {}
     own |= {"path": data, "eval_path": data, "eval_fraction": 0.0}
     if format_of(own["format"]).named_columns:
         own["columns"]["label_values"] = "none"

@@ -25,7 +25,7 @@ from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.parts import belonging, part_of, part_seed
 from rowcast.runtime.machine import usable_cores
-from rowcast.trainer.kernels.gradients import taken
+from rowcast.trainer.kernels.torch_ops import taken
 from rowcast.trainer.models import Embedded, Sequences
 from rowcast.trainer.models.evaluate import EvalMetrics
 from rowcast.trainer.models.job_model import JobModel

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from rowcast.job.embedding_tables import Table
-from rowcast.job.formats import BATCH, Columns, Data, format_of
-from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM, BottomAndTop, NextItemSettings
+from rowcast.job.formats import BATCH, FORMATS, Columns, Data, format_of
+from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM, BottomAndTop, NextItemSettings, require_features
 from rowcast.job.schema import MAX_TABLES, Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs, needs_whole_rows, rows_in
@@ -32,12 +32,7 @@ def check_tables(tables: list[Table], columns: Columns) -> dict[str, Table]:
             by_feature[feature] = table
     hashed = [] if isinstance(columns.hash, bool) else columns.hash
     for key, features in (("weights", list(columns.weights)), ("lists", list(columns.lists)), ("hash", hashed)):
-        for feature in features:
-            if feature not in by_feature:
-                near = nearest(feature, by_feature)
-                raise ValueError(
-                    f"data.columns.{key}: feature {feature} has no table{near}; add it to a table's features"
-                )
+        require_features(features, f"data.columns.{key}", by_feature)
     check_prepare(columns, by_feature)
     for feature in columns.weights:
         if by_feature[feature].pooling == "mean":
@@ -54,19 +49,33 @@ def check_prepare(columns: Columns, by_feature: Mapping[str, Table]) -> None:
         if name not in by_feature and name not in numbers:
             found = nearest(name, [*by_feature, *numbers])
             raise ValueError(f"{key}: no label, dense feature, weight or feature has this name{found}; correct it")
-        if (name in by_feature) != bool(prepare.buckets):
+        if name in by_feature and not prepare.bounds:
+            raise ValueError(f"{key}: {name} is a feature, and ids need buckets; give them, or remove this")
+        if prepare.buckets and name not in by_feature:
             raise ValueError(
-                f"{key}: {name} is a feature, and ids need buckets; give them, or remove this"
-                if name in by_feature
-                else f"{key}.buckets makes ids, and {name} is no feature; give it a table, or remove the buckets"
+                f"{key}.buckets makes ids, and {name} is no feature; give it a table, or remove the buckets"
             )
-        if prepare.buckets and by_feature[name].num_embeddings < len(prepare.buckets) + 2:
+        if prepare.clock:
+            check_clock(key, name, prepare.of or name, columns, by_feature)
+        rule = "clock" if prepare.clock and not prepare.buckets else "buckets"
+        if name in by_feature and by_feature[name].num_embeddings < len(prepare.bounds) + 2:
             raise ValueError(
-                f"{key}.buckets makes ids up to {len(prepare.buckets) + 1}, and table {by_feature[name].name} has "
+                f"{key}.{rule} makes ids up to {len(prepare.bounds) + 1}, and table {by_feature[name].name} has "
                 f"num_embeddings = {by_feature[name].num_embeddings}; enlarge it"
             )
-        if prepare.buckets and columns.is_hashed(name):
-            raise ValueError(f"{key}.buckets makes ids, and data.columns.hash would hash them; remove one of them")
+        if name in by_feature and columns.is_hashed(name):
+            raise ValueError(f"{key}.{rule} makes ids, and data.columns.hash would hash them; remove one of them")
+
+
+def check_clock(key: str, name: str, source: str, columns: Columns, by_feature: Mapping[str, Table]) -> None:
+    """`source`: the column of times."""
+    if name not in by_feature and name not in (columns.dense or []):
+        raise ValueError(f"{key}.clock makes a feature or a dense feature, and {name} is neither; name it as one")
+    if {name, source} & columns.lists.keys() or (source in by_feature and columns.is_hashed(source)):
+        raise ValueError(
+            f"{key}.clock reads times, and data.columns.hash or lists makes ids of {source}; give one of them a column "
+            "of its own"
+        )
 
 
 def check_whole(job: Job) -> None:
@@ -74,6 +83,7 @@ def check_whole(job: Job) -> None:
     by_feature = check_tables(job.tables, job.data.columns)
     check_batch_arrays(job.data, by_feature)
     check_model_inputs(job)
+    check_next(job)
     if job.optimizer.dense is None and job.model.kind in BUILT_IN_MODELS:
         raise ValueError(
             f"[optimizer.dense] is missing, and {job.model.kind} has no step of its own; write it, with kind and lr"
@@ -124,6 +134,18 @@ def check_whole(job: Job) -> None:
             f'"{job.cache.policy}"; remove cache.policy, or set another store.kind'
         )
     check_group_shares(job)
+
+
+def check_next(job: Job) -> None:
+    data, has_files = job.data, job.data.format in FORMATS and format_of(job.data.format).has_files
+    of_eval = {"every": job.eval.every, "patience": job.eval.patience, "keep": job.eval.keep == "best"}
+    of_data = {"epochs": data.epochs > 1, "shuffle": data.shuffle == "full", "format": not has_files}
+    of_data |= {"eval_fraction": data.eval_fraction > 0, "eval_path": bool(data.eval_path)}
+    of_data["negatives"] = bool(data.negatives)
+    for section, refused in (("eval", of_eval), ("data", of_data)) if job.eval.next == "file" else ():
+        for key in [key for key, value in refused.items() if value]:
+            found = f"{section}.{key} = {getattr(getattr(job, section), key)!r}"
+            raise ValueError(f'eval.next = "file" does not go with {found}; change one of them')
 
 
 def check_group_shares(job: Job) -> None:
@@ -251,6 +273,12 @@ def check_candidates(job: Job) -> None:
 
 def check_labels(job: Job) -> None:
     labels = job.data.columns.labels
+    values = job.data.columns.label_values
+    if values == ("binary" if job.model.task == "regression" else "real") and job.model.kind in BUILT_IN_MODELS:
+        raise ValueError(
+            f'model.task = "{job.model.task}" does not go with data.columns.label_values = "{values}"; write "real" '
+            'for a regression, and "binary" otherwise'
+        )
     if labels and job.model.kind in BUILT_IN_MODELS:
         raise ValueError(
             f"data.columns.labels names {len(labels)} labels, and {job.model.kind} has one logit a sample; name one as "

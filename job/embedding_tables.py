@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from rowcast.job.section import Section
+from rowcast.runtime.first_values import RowRule
 
 RowType = Literal["fp32", "fp16", "bf16"]
 Rows = Annotated[int, Meta(ge=1, le=2**48)]  # a key is table_index << 48 | row
@@ -96,6 +97,8 @@ class Table(Section, frozen=True, kw_only=True):
 
 class ParameterTable(Table, frozen=True, kw_only=True):
     """The table of a training script, which has the name of its parameter."""
+
+    rule: RowRule | None = None  # makes the first values, in place of `init` and the job's seed
 
     def _check_name(self) -> None:
         """Any name of a parameter."""

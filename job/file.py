@@ -11,9 +11,8 @@ import msgspec
 from rowcast.job.checks import check_whole
 from rowcast.job.embedding_tables import Table
 from rowcast.job.named_code import from_file
-from rowcast.job.removed import without_removed
 from rowcast.job.schema import CRITEO_KAGGLE_CARDINALITIES, Job
-from rowcast.job.section import decode
+from rowcast.job.section import decode, without_removed
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import Role, note_refusal, pair_folder
 
@@ -35,6 +34,14 @@ def load_own_job(role: Role, path: Path, overrides: tuple[str, ...]) -> Job:
             run_dir = load_job(path, tuple(own for own in overrides if own.startswith("job.run_dir="))).run_dir
             note_refusal(run_dir, role, error)
         raise
+
+
+def with_values(job: Job, values: Mapping[str, Mapping[str, Any]]) -> Job:
+    """Returns the job with other values in some sections, checked as a whole. Raises ConfigError."""
+    content = msgspec.to_builtins(job)
+    for section, changed in values.items():
+        content[section] = {**content[section], **changed}
+    return parse_job(content, "simulate")
 
 
 def read_content(path: Path) -> dict[str, Any]:
@@ -80,6 +87,8 @@ def parse_job(content: dict[str, Any], source: str = "job") -> Job:
     try:
         job = decode(Job, content)
         job = msgspec.structs.replace(job, tables=resolve_tables(job), tables_from=None)
+        if job.data.follow:
+            job = msgspec.structs.replace(job, lookahead=job.lookahead.of_arriving_data())
         check_whole(job)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None

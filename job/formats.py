@@ -5,6 +5,7 @@ A new one is a line here and its reader's file; settings of its own are a struct
 
 import re
 from dataclasses import dataclass
+from datetime import date
 from itertools import pairwise
 from math import isfinite
 from typing import Annotated, Any, Literal
@@ -12,6 +13,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rowcast.job.section import Kinds, Section
+from rowcast.job.times import time_pattern
 from rowcast.job.units import Size, parse_bytes
 
 READERS = "rowcast.prefetcher.readers.formats"
@@ -20,11 +22,31 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 BATCH = "batch"
 
 
+DecimalMark = Literal["", ".", ","]
+
+Clock = Literal["", "hour", "weekday", "days"]
+CLOCK_BOUNDS = {"hour": [*map(float, range(1, 24))], "weekday": [*map(float, range(1, 7))]}  # of the ids of a feature
+
+LabelValues = Literal["binary", "real", "none"]
+
+
 class Prepare(Section, frozen=True, kw_only=True):
     """What becomes of the values of a column, in the order of these keys. See [data.md](data.md#prepared-columns)."""
 
+    of: str = ""  # with `clock`, the column of times; by default the column of this name
+    missing: list[str] = []  # texts that mean a missing value, without the spaces around them, such as `"?"` and `""`
+    # the decimal mark of numbers that are text, `"."` or `","`; currency signs, `%` and the separators of thousands
+    # are left out: `$1,234.50`, `12,5 %`
+    number: DecimalMark = ""
     # texts or numbers -> the numbers that they become; other values are refused, and missing ones stay missing
     map: dict[str, float] = {}
+    # a number of a time in UTC: `hour` of the day, 0 to 23; `weekday`, Monday is 0; `days` since the date `since`. A
+    # feature needs no `buckets` for hour (25 ids) and weekday (8 ids): 0 is a missing time, 1 is hour 0 or Monday
+    clock: Clock = ""
+    # how times are written, such as `"%d/%b/%Y:%H:%M:%S %z"`; by default as in ISO 8601, or as the seconds,
+    # milliseconds, microseconds or nanoseconds since 1970
+    time: str = ""
+    since: str = "1970-01-01"  # of `days`
     fill: float | None = None  # the number for a missing value
     least: float | None = None  # a smaller number becomes this
     log1p: bool = False  # log(1 + x), of numbers above -1
@@ -38,8 +60,30 @@ class Prepare(Section, frozen=True, kw_only=True):
         given = (self.fill, self.least, self.at_least, *(self.standardize or ()), *self.buckets, *self.map.values())
         if not all(number is None or isfinite(number) for number in given) or any(own <= 0 for own in deviation):
             raise ValueError("its numbers must be finite, and the deviation of standardize above 0; correct them")
+        if not self.clock and (self.of or self.time or self.since != "1970-01-01"):
+            raise ValueError('of, time and since belong to clock = "hour", "weekday" or "days"; add it, or remove them')
+        if self.clock and (self.map or self.number):
+            raise ValueError(f'clock = "{self.clock}" reads times, and map and number do not; remove one of them')
+        time_pattern(self.time)
+        if self.clock == "hour" and self.time and "%H" not in self.time:
+            raise ValueError(f'time = {self.time!r} has no hour, and clock = "hour" needs one; add %H')
+        try:
+            date.fromisoformat(self.since)
+        except ValueError:
+            raise ValueError(f"since = {self.since!r} is no date; write it as 2024-03-01") from None
+        if self.map and self.number:
+            raise ValueError(f'map and number = "{self.number}" both make numbers of text; remove one of them')
         if any(after <= before for before, after in pairwise(self.buckets)):
             raise ValueError(f"buckets = {self.buckets} must ascend")
+
+    @property
+    def takes_text(self) -> bool:
+        return bool(self.missing or self.number or self.map or self.clock)
+
+    @property
+    def bounds(self) -> list[float]:
+        """Between the ids of a feature; empty if the rule makes no ids."""
+        return self.buckets or CLOCK_BOUNDS.get(self.clock, [])
 
 
 class Columns(Section, frozen=True, kw_only=True):
@@ -52,7 +96,7 @@ class Columns(Section, frozen=True, kw_only=True):
     labels: list[str] = []
     # `binary`: labels are 0 or 1; `real`: any finite numbers, for a model with a custom `loss`; `none`: there are no
     # labels, and samples can only be scored (`rowcast score` sets this)
-    label_values: Literal["binary", "real", "none"] = "binary"
+    label_values: LabelValues = "binary"
     # the columns that hold dense features; by default all columns named `int_<n>`, in order of n; `[]` means none
     dense: list[str] | None = None
     weights: dict[str, str] = {}  # maps a feature to the column that holds a weight for each of its look-ups
@@ -104,6 +148,11 @@ class Columns(Section, frozen=True, kw_only=True):
         """The shape of a sample's labels: () for one, (T,) for several."""
         return (len(self.labels),) if self.labels else ()
 
+    @property
+    def sources(self) -> dict[str, str]:
+        """Maps each label, dense feature or feature that is made of times to their column."""
+        return {name: rule.of or name for name, rule in self.prepare.items() if rule.clock}
+
     def is_hashed(self, feature: str) -> bool:
         return self.hash if isinstance(self.hash, bool) else feature in self.hash
 
@@ -146,6 +195,9 @@ class Data(Section, frozen=True, kw_only=True):
     # files are read in the order of their names, `day_10` before `day_2`, instead of their numbers; a run keeps the
     # order in which it has begun
     by_name: bool = False
+    # `true`: files that arrive in the folder later are read too, until one of the name `END` is there; see
+    # [streams.md](streams.md)
+    follow: bool = False
     eval_path: str | None = None  # separate evaluation data, used instead of `eval_fraction`
     # the folder for the columns that text files become once ([data.md](data.md#text-is-read-once)); by default
     # `columns` beside `job.run_dir`, which runs share
@@ -187,18 +239,14 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f'shuffle = "full" needs random access, which {self.format} does not have; use "window:65536"'
             )
-        if (self.columns.hash or self.columns.prepare) and not known.named_columns:
-            key = "hash" if self.columns.hash else "prepare"
-            belongs = f"belongs to format = {formats_with('named_columns')}"
-            raise ValueError(f"columns.{key} {belongs}, not {self.format!r}; remove it")
-        if self.columns.inputs and not known.named_columns:
-            raise ValueError(
-                f"columns.inputs belongs to format = {formats_with('named_columns')}, not {self.format!r}; remove it"
-                + (": every key of a batch is an array" if known is CUSTOM else "")
-            )
-        if self.columns.lists and not known.named_columns:
-            belongs = f"belongs to format = {formats_with('named_columns')}"
-            raise ValueError(f"columns.lists {belongs}, not {self.format!r}; remove it")
+        if self.follow:
+            self._check_followed(known)
+        for key in () if known.named_columns else ("hash", "prepare", "inputs", "lists"):
+            if getattr(self.columns, key):
+                raise ValueError(
+                    f"columns.{key} belongs to format = {formats_with('named_columns')}, not {self.format!r}; remove it"
+                    + (": every key of a batch is an array" if key == "inputs" and known is CUSTOM else "")
+                )
         if (self.columns.delimiter != "," or self.columns.names) and not known.text_cells:
             belongs = f"belong to format = {formats_with('text_cells')}"
             raise ValueError(f"columns.delimiter and columns.names {belongs}, not {self.format!r}; remove them")
@@ -206,6 +254,18 @@ class Data(Section, frozen=True, kw_only=True):
             raise ValueError(
                 f"columns.labels and columns.label_values: {self.format} has one label of 0 or 1 a sample; remove them"
             )
+
+    def _check_followed(self, known: "Format") -> None:
+        if not known.one_by_one:
+            raise ValueError(f"follow = true needs format = {formats_with('one_by_one')}, not {self.format!r}")
+        for key, value, change in (
+            ("epochs", self.epochs > 1 and self.epochs, "a log that never ends is read once; set epochs = 1"),
+            ("shuffle", self.shuffle == "full" and '"full"', 'it needs all rows; set "none", or "window:ROWS"'),
+            ("eval_fraction", self.eval_fraction, "the last rows are not known; set eval_path"),
+            ("eval_path", self.eval_path == self.path and repr(self.path), "it is followed; name other files"),
+        ):
+            if value:
+                raise ValueError(f"follow = true does not go with {key} = {value}: {change}")
 
     @property
     def batch_features(self) -> frozenset[str]:
@@ -240,12 +300,14 @@ class Format:
     draws: bool = True  # data.negatives adds features to it
     named_columns: bool = False  # data.columns names the columns, including weights and hashed ids
     text_cells: bool = False  # it has cells of text, which data.columns.delimiter separates
+    one_by_one: bool = False  # files may arrive during a run
     one_label: bool = False  # the format itself has one label of 0 or 1 per sample
 
 
 FORMATS = {
     "criteo-tsv": Format(
         f"{READERS}.criteo_tsv",
+        one_by_one=True,
         file_names=r"(.*\.(tsv|txt)|day_\d+)(\.gz)?",
         random_access=True,
         in_columns=True,
@@ -258,9 +320,12 @@ FORMATS = {
         random_access=True,
         in_columns=True,
     ),
-    "parquet": Format(f"{READERS}.parquet", file_names=r".*\.(parquet|pq)", in_columns=True, named_columns=True),
+    "parquet": Format(
+        f"{READERS}.parquet", file_names=r".*\.(parquet|pq)", in_columns=True, named_columns=True, one_by_one=True
+    ),
     "csv": Format(
         f"{READERS}.csv",
+        one_by_one=True,
         file_names=r".*\.csv(\.gz)?",
         random_access=True,
         in_columns=True,
@@ -269,6 +334,7 @@ FORMATS = {
     ),
     "jsonl": Format(
         f"{READERS}.jsonl",
+        one_by_one=True,
         note="JSON lines",
         file_names=r".*\.(jsonl|ndjson)(\.gz)?",
         random_access=True,
@@ -277,6 +343,7 @@ FORMATS = {
     ),
     "arrow": Format(
         f"{READERS}.arrow",
+        one_by_one=True,
         note="uncompressed",
         file_names=r".*\.(arrow|feather)",
         random_access=True,

@@ -5,6 +5,7 @@ A new one is a line here and the model's file; settings of its own are a struct 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -21,7 +22,7 @@ Width = Annotated[int, Meta(ge=1, le=2**20)]
 Widths = list[Width]
 
 
-class Model(Section, frozen=True, kw_only=True):
+class ModelSettings(Section, frozen=True, kw_only=True):
     # {kinds}, or `package.module:factory` for any `nn.Module` that takes (dense, list of embeddings), and a list of
     # linear weights if a table has them; a method `loss(outputs, labels)` of the module replaces binary cross entropy
     kind: str = "dlrm"
@@ -31,10 +32,19 @@ class Model(Section, frozen=True, kw_only=True):
     # runs full train batches through torch.compile, which needs a C++ compiler on the CPU and Triton on CUDA; the bits
     # of the results differ from those without it
     compile: bool = False
+    # `regression`: a built-in model predicts the number that is the label; needs `data.columns.label_values = "real"`
+    task: Literal["classification", "regression"] = "classification"
+    # of a regression: mean and deviation of the labels; what is learned is (label - mean) / deviation
+    target: tuple[float, float] = (0.0, 1.0)
+    error: Literal["squared", "huber"] = "squared"  # of a regression; `huber`: linear beyond one deviation
     options: dict[str, Any] = {}  # passed to the `package.module:factory`
 
     def check(self) -> None:
         own = BUILT_IN_MODELS.get(self.kind)
+        if self.task == "regression" and (own is None or not own.one_logit):
+            raise ValueError(f'task = "regression": {self.kind} has a loss of its own; remove it')
+        if not all(map(isfinite, self.target)) or self.target[1] <= 0:
+            raise ValueError(f"target = {list(self.target)} must be a finite mean and a deviation above 0")
         if own is not None and not all(self._ends_in(name, end) for name, end in own.layers.items()):
             needed = " and ".join(f"{name} = {end}" for name, end in own.layers.items())
             raise ValueError(f"{self.kind} needs {needed}")
@@ -48,7 +58,7 @@ class Model(Section, frozen=True, kw_only=True):
         """Checks the tables by feature, and the parts of a batch. Raises ValueError."""
 
 
-class BottomAndTop(Model, frozen=True, kw_only=True):
+class BottomAndTop(ModelSettings, frozen=True, kw_only=True):
     # the output widths of its layers, each followed by ReLU; for dlrm and tbsm the last is `embedding_dim`
     bottom_mlp: Widths = []
     # the output widths of its layers; the last is 1, without ReLU; tbsm: the last is the width of a time step's vector,
@@ -82,7 +92,7 @@ class TBSMSettings(BottomAndTop, frozen=True, kw_only=True):
     final_mlp: Widths = []  # the output widths of its layers; the last is 1, without ReLU
 
 
-class Top(Model, frozen=True, kw_only=True):
+class Top(ModelSettings, frozen=True, kw_only=True):
     top_mlp: Widths = []  # the output widths of its layers; the last is 1, without ReLU
 
 
@@ -127,7 +137,7 @@ class DINSettings(Top, frozen=True, kw_only=True):
             )
 
 
-class TwoTowerSettings(Model, frozen=True, kw_only=True):
+class TwoTowerSettings(ModelSettings, frozen=True, kw_only=True):
     item_features: list[str] = []  # the features of the item; all others and dense features are the user's
     user_mlp: Widths = []  # the output widths of its layers; the last is without ReLU
     item_mlp: Widths = []  # the same for the items; the last is that of `user_mlp`
@@ -157,7 +167,7 @@ class TwoTowerSettings(Model, frozen=True, kw_only=True):
             )
 
 
-class NextItemSettings(Model, frozen=True, kw_only=True):
+class NextItemSettings(ModelSettings, frozen=True, kw_only=True):
     history: Width = 50  # the items used of a history; older ones are ignored
     blocks: Width = 2  # the layers of attention
     heads: Width = 1  # heads of a layer of attention; the number must divide the width of the item table
@@ -206,11 +216,12 @@ def require_features(features: Sequence[str], key: str, tables: Mapping[str, Tab
 @dataclass(frozen=True, slots=True)
 class BuiltInModel:
     factory: str  # "module:factory", called with (job, num_dense) and imported only by the trainer
-    settings: type[Model]  # the keys of [model]
+    settings: type[ModelSettings]  # the keys of [model]
     # the lists of output widths that the section must have, and how each ends
     layers: Mapping[str, str] = field(default_factory=dict)
     sequences: str = ""  # its use of features that are not pooled; empty if it has none
     linear: bool = False  # needs linear weights of at least one table
+    one_logit: bool = True  # for a sample, so that a regression can be made of it
     one_width: bool = False  # needs tables of one embedding_dim
     note: str = ""  # for docs/job-file.md
 
@@ -230,8 +241,10 @@ BUILT_IN_MODELS = {
     ),
     "wide-deep": BuiltInModel(f"{MODELS}.dlrm:WideDeep", Top, {"top_mlp": ONE}, linear=True),
     "deepfm": BuiltInModel(f"{MODELS}.dlrm:DeepFM", Top, {"top_mlp": ONE}, linear=True, one_width=True),
-    "sasrec": BuiltInModel(f"{MODELS}.next_item:SASRec", NextItemSettings, sequences=NEXT_ITEM),
-    "hstu": BuiltInModel(f"{MODELS}.next_item:HSTU", NextItemSettings, sequences=NEXT_ITEM),
-    "two-tower": BuiltInModel(f"{MODELS}.two_tower:TwoTower", TwoTowerSettings, {"user_mlp": ANY, "item_mlp": ANY}),
+    "sasrec": BuiltInModel(f"{MODELS}.next_item:SASRec", NextItemSettings, sequences=NEXT_ITEM, one_logit=False),
+    "hstu": BuiltInModel(f"{MODELS}.next_item:HSTU", NextItemSettings, sequences=NEXT_ITEM, one_logit=False),
+    "two-tower": BuiltInModel(
+        f"{MODELS}.dlrm:TwoTower", TwoTowerSettings, {"user_mlp": ANY, "item_mlp": ANY}, one_logit=False
+    ),
 }
-Model.kinds = Kinds(BUILT_IN_MODELS, custom=BottomAndTop)
+ModelSettings.kinds = Kinds(BUILT_IN_MODELS, custom=BottomAndTop)

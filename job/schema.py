@@ -2,7 +2,7 @@
 
 Every section is a frozen struct. An unknown key, a wrong type or an impossible value raises a `ConfigError` of one
 sentence. Sections with kinds are beside their registry: `formats.py`, `models.py`, `optimizers.py`, `stores.py`.
-The comments above and beside the keys become docs/job-file.md (`job/page.py`).
+The comments above and beside the keys become docs/job-file.md (`benchmarks/job_page.py`).
 """
 
 import json
@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from rowcast.job.embedding_tables import Table, TablesFrom
 from rowcast.job.formats import Data
-from rowcast.job.models import Model
+from rowcast.job.models import ModelSettings
 from rowcast.job.optimizers import Beta, Clip, LearningRateSchedule, Rate, SparseOptimizer, check_learning_rate
 from rowcast.job.section import Section, defaults_of_other_kinds
 from rowcast.job.stores import Store
@@ -29,22 +29,22 @@ MAX_TABLES = 2**15
 TABLES = "tables"  # the folder of `Job.table_folder` in a run directory
 
 
-# those of cache.policy: a new one is a line here and the policy's file
-POLICIES = "rowcast.prefetcher.planner.policies"
+# those of cache.policy: a new one is a line here and its class
+POLICIES = "rowcast.prefetcher.planner.eviction"
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyKind:
-    module: str  # has new_policy(first_batches), see planner/eviction.py; imported only when the policy is used
+    factory: str  # "module:class", called with the first batches as `new_policy` is; imported when the policy is used
     note: str = ""  # for docs/job-file.md
     looks_ahead: bool = False  # sees the batches of lookahead.horizon; otherwise only the past, as if it were 0
 
 
 EVICTION_POLICIES = {
-    "lookahead": PolicyKind(f"{POLICIES}.farthest_next_use", note="farthest next use first", looks_ahead=True),
-    "lru": PolicyKind(f"{POLICIES}.farthest_next_use", note="oldest last use first"),
-    "lfu": PolicyKind(f"{POLICIES}.use_counts", note="fewest batches since the fill first"),
-    "static": PolicyKind(f"{POLICIES}.static_counts", note="fewest of the run's first batches first"),
+    "lookahead": PolicyKind(f"{POLICIES}:FarthestNextUse", note="farthest next use first", looks_ahead=True),
+    "lru": PolicyKind(f"{POLICIES}:FarthestNextUse", note="oldest last use first"),
+    "lfu": PolicyKind(f"{POLICIES}:UseCounts", note="fewest batches since the fill first"),
+    "static": PolicyKind(f"{POLICIES}:StaticCounts", note="fewest of the run's first batches first"),
 }
 
 Policy = Annotated[str, Meta(extra={"one_of": EVICTION_POLICIES})]
@@ -116,6 +116,9 @@ class Eval(Section, frozen=True, kw_only=True):
     # `best`: each evaluation has a checkpoint, and that of the lowest loss stays on disk; scores, exports, versions and
     # `--eval` are of it. A run continues from the newest
     keep: Literal["newest", "best"] = "newest"
+    # `file`: each file of `data.path` is evaluated before it is trained, and nothing else is; see
+    # [data.md](data.md#each-file-is-evaluated-before-it-is-trained)
+    next: Literal["none", "file"] = "none"
     # the k of HR@k, NDCG@k and MRR@k that are shown if the model ranks its positives, see
     # [models.md](models.md#ranks-of-positives)
     ranks: list[Annotated[int, Meta(ge=1, le=MAX_RANK)]] = msgspec.field(default_factory=lambda: [1, 10, 50])
@@ -141,12 +144,18 @@ class Cache(Section, frozen=True, kw_only=True):
         return parse_rows(self.capacity)
 
 
+def plans_ahead(depth: int) -> int:
+    """Returns how many plans may be made beyond the last completed one."""
+    return 2 * depth + 2
+
+
 class Lookahead(Section, frozen=True, kw_only=True):
     depth: Annotated[int, Meta(ge=1, le=64)] = 4  # plans that may have their rows in flight
     # the most steps that one plan serves: rows move once for all of them; with `"auto"` a plan serves as many steps as
-    # give it 2,048 samples, but at most 8
+    # give it 2,048 samples, but at most 8; with `data.follow` it is 1
     bundle: Bundle = "auto"
-    # batches of ids known ahead; `"auto"` grows while more ids would change the fetched rows
+    # batches of ids known ahead; `"auto"` grows while more ids would change the fetched rows; with `data.follow` it is
+    # 2 * `depth` + 2
     horizon: Horizon = "auto"
     id_bytes: Size = "256MiB"  # the most host memory for ids known ahead with `horizon = "auto"`
 
@@ -158,6 +167,12 @@ class Lookahead(Section, frozen=True, kw_only=True):
         """Batches of ids known beyond the one being planned, at least `depth`; "auto" starts at `depth`."""
         return self.depth if self.horizon == "auto" else max(self.horizon, self.depth)
 
+    def of_arriving_data(self) -> "Lookahead":
+        """Returns it with the least that may wait where it says "auto": a batch is trained once those of its horizon
+        are known."""
+        horizon = plans_ahead(self.depth) if self.horizon == "auto" else self.horizon
+        return msgspec.structs.replace(self, horizon=horizon, bundle=1 if self.bundle == "auto" else self.bundle)
+
     @property
     def known_ahead(self) -> Horizon:
         return "auto" if self.horizon == "auto" else self.horizon_batches
@@ -167,9 +182,8 @@ CheckpointInterval = int | Literal["epoch"]  # train steps between checkpoints; 
 
 
 class Checkpoint(Section, frozen=True, kw_only=True):
-    # the interval between checkpoints: a number of train steps, `"epoch"`, or a time such as `"10m"`, which becomes a
-    # number of train steps once the run's pace is known; the end of the run and a requested stop always make one; with
-    # 0 there are no others
+    # the interval between checkpoints: a number of train steps, `"epoch"`, or a time such as `"10m"`; the end of the
+    # run and a requested stop always make one; with 0 there are no others
     every: Annotated[int, Meta(ge=0)] | str = "10m"
     keep: Annotated[int, Meta(ge=1)] = 2  # how many checkpoints stay on disk
     # host memory for rows that training overwrites before a checkpoint in progress has written them; when it is full,
@@ -195,7 +209,7 @@ class Checkpoint(Section, frozen=True, kw_only=True):
 
     @property
     def interval(self) -> CheckpointInterval:
-        """The interval that plans follow; 0 if it is a time, which becomes train steps during the run."""
+        """The interval that plans follow; 0 if it is a time, which the clock of a run decides."""
         return "epoch" if self.every == "epoch" else self.every if isinstance(self.every, int) else 0
 
     @property
@@ -363,7 +377,7 @@ class Job(Section, frozen=True, kw_only=True):
     data: Data
     tables: list[Table] = []
     tables_from: TablesFrom | None = None
-    model: Model
+    model: ModelSettings
     optimizer: Optimizer
     eval: Eval = Eval()
     cache: Cache
@@ -413,7 +427,8 @@ class Job(Section, frozen=True, kw_only=True):
             content[name] |= defaults_of_other_kinds(section)
         # left out of manifests and digests by the versions that had no such keys
         data = content["data"]
-        for section_content, key in ((data, "of"), (data, "negatives"), (data, "by_name"), (data["columns"], "inputs")):
+        keys = [(data, key) for key in ("of", "negatives", "by_name", "follow")] + [(data["columns"], "inputs")]
+        for section_content, key in keys:
             if not section_content[key]:
                 del section_content[key]
         return content

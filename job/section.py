@@ -3,9 +3,15 @@
 @Section            keys, their types and ranges as annotations, and `check` for what these cannot say
 Section.kinds       the registry of a section's kinds: an entry names the struct with the keys of its kind
 decode              content -> the struct of its kind, or a ValueError with one sentence
+REMOVED             keys, kinds and options of earlier versions. Whoever removes one adds its line here:
+
+    "store.kind = mapped"      a value of a key
+    "prefetcher.background"    a key, or a section with its keys
+    "run --verify"             an option of a subcommand
+    "verify"                   a subcommand
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, TypeVar, cast
@@ -13,9 +19,70 @@ from typing import Any, ClassVar, TypeVar, cast
 import msgspec
 from msgspec import inspect
 
-from rowcast.job.removed import refuse_removed
 from rowcast.job.types import check_value, described, example_in, is_factory, notation, shown
 from rowcast.runtime.errors import closest
+
+LAST_COMMIT = "4c36c62"  # has all of them but these
+LATER = {"advise --cold-rows-s": "beef195"}  # name -> a commit that has it
+NO_VERIFY = "checksums cover rows on disk and on Redis, and `make exact` tests a machine"
+NO_TRACES = "the data is read again, which gives the same batches"
+NO_HOT_ROWS = "look-ahead keeps the rows that are needed next, whichever are hot (docs/orders.md)"
+REMOVED = {  # name -> what replaces it
+    "simulate --rates": "`simulate --ranks` counts rows and bytes, and `rowcast estimate` models a step's time",
+    "run --verify": NO_VERIFY,
+    "run --verify-share": NO_VERIFY,
+    "train --verify": NO_VERIFY,
+    "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
+    "profile": f"{NO_HOT_ROWS}; `simulate` tells the hit ratios, and `advise` the curve",
+    "data.order": NO_HOT_ROWS,
+    "data.hot": NO_HOT_ROWS,
+    "cache.pin": NO_HOT_ROWS,
+    "advise --samples": "--max-steps reads the first steps, and the whole run is surer",
+    "advise --cold-rows-s": "`rowcast simulate --store-memory` counts the cold tier's rows (docs/tiers.md)",
+    "estimate --plot": "the line of the bottleneck names the critical path's tasks",
+    "estimate --advised": "`rowcast advise` prints the sections; put them into the job file or give them by --vary",
+    "estimate --compare": "`rowcast estimate --run` prints the same ms of each task as `--rates`",
+    "store.kind = mapped": 'store.kind = "tiered" keeps the rows of coming steps in store.memory, the others on disk',
+    "run --save-trace": NO_TRACES,
+    "simulate --save-trace": NO_TRACES,
+    "simulate --trace": NO_TRACES,
+}
+
+
+def gone(names: Iterable[str]) -> str | None:
+    """One sentence for the first of the names that is gone; None if all are alive."""
+    name_gone = next((name for name in names if name in REMOVED), None)
+    if name_gone is None:
+        return None
+    return f"{name_gone} is gone: {REMOVED[name_gone]}; commit {LATER.get(name_gone, LAST_COMMIT)} has it"
+
+
+def refuse_removed(content: Mapping[str, Any], path: str) -> None:
+    """Checks a section of a job file. Raises ValueError."""
+    for key, value in content.items():
+        name = f"{path}.{key}" if path else key
+        if sentence := gone((name, f"{name} = {value}")):
+            raise ValueError(sentence)
+
+
+def removed_option(subcommand: str, arguments: Iterable[str]) -> str | None:
+    """The sentence for a command line that names a subcommand or an option which is gone; None for any other."""
+    options = (argument.partition("=")[0] for argument in arguments)
+    return gone((subcommand, *(f"{subcommand} {option}" for option in options)))
+
+
+def without_removed(content: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """The job of an earlier version's manifest. A section whose kind is gone is left out, so it has its defaults."""
+    kept = {}
+    for key, value in content.items():
+        name = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            if gone(f"{name}.{inner} = {setting}" for inner, setting in value.items()):
+                continue
+            value = without_removed(value, name)
+        if name not in REMOVED:
+            kept[key] = value
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +134,19 @@ def default_of(key: inspect.Field) -> Any:
 @cache
 def keys_of_kinds(section: type[Section]) -> dict[str, dict[str, inspect.Field]]:
     """Key -> the kinds that have it, each with its own field; without those that every kind has."""
-    found: dict[str, dict[str, inspect.Field]] = {}
+    homes_by_key: dict[str, dict[str, inspect.Field]] = {}
     structs = {} if section.kinds is None else section.kinds.structs()
     for kind, struct in structs.items():
         for name, key in keys_of(struct).items():
-            found.setdefault(name, {})[kind] = key
-    return {name: homes for name, homes in found.items() if len(homes) < len(structs)}
+            homes_by_key.setdefault(name, {})[kind] = key
+    return {name: homes for name, homes in homes_by_key.items() if len(homes) < len(structs)}
 
 
 def defaults_of_other_kinds(section: Section) -> dict[str, Any]:
     """Returns the defaults of keys that only other kinds of the section have."""
-    own = keys_of(type(section))
+    own_keys = keys_of(type(section))
     homes = keys_of_kinds(type(section))
-    return {name: default_of(next(iter(keys.values()))) for name, keys in homes.items() if name not in own}
+    return {name: default_of(next(iter(keys.values()))) for name, keys in homes.items() if name not in own_keys}
 
 
 def decode(section: type[S], content: Any, path: str = "") -> S:
@@ -150,9 +217,9 @@ class Decoder:
             check_value(other.type, value, f"{path}.{key}", default)
         assert struct.kinds is not None, "only sections with kinds have keys of other kinds"
         kind = struct.kinds.key
-        own = content.get(kind, default_of(keys_of(struct)[kind]))
+        chosen = content.get(kind, default_of(keys_of(struct)[kind]))
         names = " or ".join(f'"{name}"' for name in homes)
-        raise ValueError(prefixed(path, f"{key} belongs to {kind} = {names}, not {own!r}; remove it"))
+        raise ValueError(prefixed(path, f"{key} belongs to {kind} = {names}, not {chosen!r}; remove it"))
 
     def _unknown(self, key: str, known: list[str], path: str) -> str:
         near, homes = closest(key, known), self._homes.get(key, [])
@@ -189,9 +256,9 @@ def sections_of(section: type[Section], path: str) -> Iterator[tuple[str, type[S
     for name, key in keys_of(section).items():
         inner = section_type(key.type)
         if inner is not None:
-            own = f"{path}.{name}" if path else name
+            inner_path = f"{path}.{name}" if path else name
             among = {inspect.ListType: "[]", inspect.DictType: ".NAME"}.get(type(key.type), "")
-            yield from sections_of(inner, f"{own}{among}")
+            yield from sections_of(inner, f"{inner_path}{among}")
 
 
 def heading(path: str) -> str:
@@ -201,7 +268,7 @@ def heading(path: str) -> str:
 
 def section_type(type: inspect.Type) -> "type[Section] | None":
     if isinstance(type, inspect.UnionType):
-        return next((own for one in type.types if (own := section_type(one)) is not None), None)
+        return next((inner for one in type.types if (inner := section_type(one)) is not None), None)
     if isinstance(type, inspect.ListType):
         return section_type(type.item_type)
     if isinstance(type, inspect.DictType):
@@ -215,7 +282,7 @@ def missing(key: inspect.Field, path: str) -> str:
         example = example_in(key.type)
         such = "" if example is None else f", such as {name} = {notation(example)}"
         return f"key {name} is missing; give {described(key.type)}{such}"
-    needed = [own.name for own in keys_of(section).values() if own.required]
+    needed = [field.name for field in keys_of(section).values() if field.required]
     return (
         f"section {heading(f'{path}.{name}' if path else name)} is missing; it needs {' and '.join(needed) or 'no key'}"
     )

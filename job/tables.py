@@ -122,7 +122,13 @@ class GroupSpec:
     @property
     def feature_pieces(self) -> list[tuple[int, int]]:
         """The position of each of the group's features, and the first of its columns that the group has."""
-        return list(zip(self.feature_positions, (own.first_column for own in self.feature_tables()), strict=True))
+        return list(
+            zip(
+                self.feature_positions,
+                (feature_table.first_column for feature_table in self.feature_tables()),
+                strict=True,
+            )
+        )
 
     def feature_tables(self) -> list[TableSpec]:
         """The table of each of the group's features, in the group's feature order."""
@@ -135,10 +141,10 @@ def aligned(nbytes: int, alignment: int = ALIGNMENT) -> int:
 
 def points_in(groups: Iterable["GroupSpec"]) -> Points:
     """Returns the points of the pieces of each table of the job, as a manifest keeps them; () if no table is placed."""
-    found: dict[str, tuple[int, ...]] = {}
+    positions: dict[str, tuple[int, ...]] = {}
     for table in sorted((table for group in groups for table in group.tables), key=lambda table: table.index):
-        found[table.name] = (*found.get(table.name, ()), *(() if table.point is None else (table.point,)))
-    return tuple(found.values()) if any(found.values()) else ()
+        positions[table.name] = (*positions.get(table.name, ()), *(() if table.point is None else (table.point,)))
+    return tuple(positions.values()) if any(positions.values()) else ()
 
 
 def has_master(optimizer: SparseOptimizer, dtype: RowType) -> bool:
@@ -171,7 +177,7 @@ def with_placements(job: Job, placements: Sequence[str]) -> Job:
     if not placements:
         return job
     pairs = zip(job.tables, placements, strict=True)
-    return structs.replace(job, tables=[structs.replace(table, placement=own) for table, own in pairs])
+    return structs.replace(job, tables=[structs.replace(table, placement=placement) for table, placement in pairs])
 
 
 def points_of(tables: Sequence[Table], num_ranks: int) -> Points:
@@ -242,15 +248,15 @@ def whole_groups(job: Job) -> tuple[GroupSpec, ...]:
 def possible_groups(job: Job) -> tuple[GroupSpec, ...]:
     """All groups that some choice of "auto" has, once for each set of poolings; their numbers are those of different
     runs."""
-    found: dict[tuple[str, frozenset[str]], GroupSpec] = {}
+    by_name: dict[tuple[str, frozenset[str]], GroupSpec] = {}
     left_to_auto = {t: cuts(job, table) for t, table in enumerate(job.tables) if table.placement == "auto"}
     for most in sorted({1, *chain.from_iterable(left_to_auto.values())}):
         placed = [table.placement for table in job.tables]
         for t, counts in left_to_auto.items():
             placed[t] = placement_of(max(count for count in counts if count <= most))
         groups = group_specs(with_placements(job, placed))
-        found |= {(group.name, frozenset(table.pooling for table in group.tables)): group for group in groups}
-    return tuple(found.values())
+        by_name |= {(group.name, frozenset(table.pooling for table in group.tables)): group for group in groups}
+    return tuple(by_name.values())
 
 
 def groups_at(job: Job, points: Points) -> tuple[GroupSpec, ...]:

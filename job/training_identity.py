@@ -45,28 +45,30 @@ ONLY_OF_TRAINING = (
     "data.columns.names",
     *("data.synthetic", "data.options"),
 )
-MOST_NAMED = 3  # differences in a sentence
+MOST_NAMED = 3  # differing in a sentence
 
 
 def check_belongs(checkpoint: Manifest, job: Job, data: TrainingData) -> None:
-    """Raises Mismatch, which names the first differences, if the job cannot continue from this checkpoint."""
-    found = differing_settings(checkpoint, job) or list(data_differences(checkpoint, data))
-    if found:
+    """Raises Mismatch, which names the first differing, if the job cannot continue from this checkpoint."""
+    differing = differing_settings(checkpoint, job) or list(data_differences(checkpoint, data))
+    if differing:
         raise Mismatch(
             f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir} is of another job: "
-            f"{first_of(found)}; use the job file and the data that made it, or set another job.run_dir, and add "
+            f"{first_of(differing)}; use the job file and the data that made it, or set another job.run_dir, and add "
             f"--from {job.run_dir} to train its model on new data"
         )
 
 
 def check_can_evaluate(checkpoint: Manifest, job: Job, dense_names: Sequence[str]) -> None:
-    """Raises Mismatch, which names the first differences, for another model than the checkpoint's, or other columns."""
-    found = [own for own in differing_settings(checkpoint, job) if not is_only_of_training(own)]
-    found += of_dense(checkpoint.trained_on, dense_names)
-    if found:
+    """Raises Mismatch, which names the first differing, for another model than the checkpoint's, or other columns."""
+    differing = [
+        difference for difference in differing_settings(checkpoint, job) if not is_only_of_training(difference)
+    ]
+    differing += of_dense(checkpoint.trained_on, dense_names)
+    if differing:
         raise Mismatch(
             f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir} is of another model: "
-            f"{first_of(found)}; evaluate it with the job file that made it, on any data with its columns"
+            f"{first_of(differing)}; evaluate it with the job file that made it, on any data with its columns"
         )
 
 
@@ -76,28 +78,32 @@ def refuse_finished(directory: RunDirectory, job: Job, max_steps: int | None) ->
     if completion is None or completion.leaves_more(job.data.epochs, job.eval.patience, max_steps):
         return
     manifest = None if newest is None else readable(newest)
-    if manifest is not None and (found := differing_settings(manifest, job)):
+    if manifest is not None and (differing := differing_settings(manifest, job)):
         raise ConfigError(
-            f"the run in {directory.path} finished after {completion.train_steps} train steps, and {first_of(found)}; "
-            "to train another model with this, add --set job.run_dir=ANOTHER; to train it in place of this one, add "
-            "--fresh"
+            f"the run in {directory.path} finished after {completion.train_steps} train steps, and "
+            f"{first_of(differing)}; to train another model with this, add --set job.run_dir=ANOTHER; to train it in "
+            "place of this one, add --fresh"
         )
     directory.refuse_complete(job.data.epochs, job.eval.patience, max_steps)
 
 
 def differing_settings(checkpoint: Manifest, job: Job) -> list[str]:
     refuse_script(checkpoint.job, f"the checkpoint after {checkpoint.train_steps} train steps in {job.run_dir}")
-    found = list(setting_differences(checkpoint.job, job))
-    return [own for own in found if own.startswith(OF_ROWS)] if checkpoint.is_import else found
+    differing = list(setting_differences(checkpoint.job, job))
+    return (
+        [difference for difference in differing if difference.startswith(OF_ROWS)]
+        if checkpoint.is_import
+        else differing
+    )
 
 
 def is_only_of_training(difference: str) -> bool:
     key = difference.partition(" ")[0]
-    return any(key == own or key.startswith(f"{own}.") for own in ONLY_OF_TRAINING)
+    return any(key == prefix or key.startswith(f"{prefix}.") for prefix in ONLY_OF_TRAINING)
 
 
-def first_of(differences: Sequence[str]) -> str:
-    return listed(differences, MOST_NAMED, "; ")
+def first_of(differing: Sequence[str]) -> str:
+    return listed(differing, MOST_NAMED, "; ")
 
 
 # settings
@@ -169,7 +175,8 @@ def data_differences(checkpoint: Manifest, data: TrainingData) -> Iterator[str]:
         if not checkpoint.is_import and checkpoint.training_digest != digest_of_version_3(checkpoint.job, data):
             yield "the size of a data file differs"
     elif was is not None:
-        yield from of_files(was.files, data.files)
+        if not checkpoint.job["data"].get("follow"):  # otherwise the decoders compare each file as they open it
+            yield from of_files(was.files, data.files)
         yield from of_dense(was, data.dense_columns)
 
 
@@ -202,6 +209,6 @@ def digest_of_version_3(was: Mapping[str, Any], data: TrainingData) -> str:
     """Replaces `TrainingData` in manifests of version 3, with only the sizes of the data."""
     kept = {name: was[name] for name in ("tables", "model", "optimizer")}
     left_out = {*NOT_COUNTED, "data.order", "data.hot"}
-    own = {name: value for name, value in was["data"].items() if f"data.{name}" not in left_out}
+    settings = {name: value for name, value in was["data"].items() if f"data.{name}" not in left_out}
     parts, sizes = num_parts(was), [file.nbytes for file in data.files]
-    return digest([kept, own, was["job"]["seed"], sizes, *([parts] if parts > 1 else [])])
+    return digest([kept, settings, was["job"]["seed"], sizes, *([parts] if parts > 1 else [])])

@@ -26,11 +26,11 @@ def check_value(type: inspect.Type, value: Any, path: str, default: Any = None) 
             for key, item in value.items():
                 check_value(one.value_type, item, f"{path}.{key}")
     choices = [
-        own
+        choice
         for one in alternatives(type)
         if isinstance(one, inspect.LiteralType)
-        for own in one.values
-        if isinstance(own, str)
+        for choice in one.values
+        if isinstance(choice, str)
     ]
     near, wanted, hint = closest(str(value), choices), described(type), ""
     if any(map(partial(is_number, value), alternatives(type))):
@@ -65,12 +65,12 @@ def accepts(type: inspect.Type, value: Any) -> bool:
         case inspect.StrType():
             return isinstance(value, str)
         case inspect.ListType(item_type=item):
-            return isinstance(value, list | tuple) and all(accepts(item, own) for own in value)
+            return isinstance(value, list | tuple) and all(accepts(item, element) for element in value)
         case inspect.TupleType(item_types=items):
             return isinstance(value, list | tuple) and len(value) == len(items) and all(map(accepts, items, value))
         case inspect.DictType(key_type=key, value_type=item):
             return isinstance(value, Mapping) and all(
-                accepts(key, name) and accepts(item, own) for name, own in value.items()
+                accepts(key, name) and accepts(item, element) for name, element in value.items()
             )
     raise NotImplementedError(f"a job file has no keys of {type}")
 
@@ -114,7 +114,7 @@ def alternatives(type: inspect.Type) -> list[inspect.Type]:
     """The members of a union without None, which TOML cannot express."""
     type = bare(type)
     if isinstance(type, inspect.UnionType):
-        return [own for one in type.types for own in alternatives(one)]
+        return [alternative for one in type.types for alternative in alternatives(one)]
     return [] if isinstance(type, inspect.NoneType) else [type]
 
 
@@ -173,7 +173,7 @@ def plural_one(type: inspect.Type) -> str:
 
 def example_of(type: inspect.Type, value: Any, default: Any) -> Any:
     tries = [[value], number_of(value), *([default] if default else [])]
-    return next((own for own in tries if own is not None and accepts(type, own)), any_of(type))
+    return next((example for example in tries if example is not None and accepts(type, example)), any_of(type))
 
 
 def any_of(type: inspect.Type) -> Any:
@@ -224,7 +224,7 @@ def notation(value: Any) -> str:
         case list() | tuple():
             return f"[{', '.join(map(notation, value))}]"
         case Mapping():
-            return f"{{{', '.join(f'{key} = {notation(own)}' for key, own in value.items())}}}"
+            return f"{{{', '.join(f'{key} = {notation(element)}' for key, element in value.items())}}}"
         case _:
             return str(value)
 

@@ -10,10 +10,10 @@ from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.messages import Hello, Mode, Welcome
 from rowcast.protocol.session import PREFETCHER, TRAINER, check_version
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import Mismatch, PeerLost, PeerNeverCame, RanksDiffer
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import Role
+from rowcast.runtime.stages import Crew
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 

@@ -22,7 +22,7 @@ Kind = Literal["train", "eval"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SampleCut:
     """The entries that some samples of a batch have in its arrays."""
 
     samples: slice
@@ -64,7 +64,7 @@ class Samples:
     # other arrays for the model, of any dtype: an entry per sample, or per look-up of a feature (`parts.py`)
     inputs: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
 
-    def within(self, cut: Cut) -> "Samples":
+    def within(self, cut: SampleCut) -> "Samples":
         return Samples(dense=self.dense[cut.samples], labels=self.labels[cut.samples], inputs=cut.of(self.inputs))
 
 

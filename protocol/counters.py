@@ -13,7 +13,8 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.batch import Kind
-from rowcast.protocol.messages import Flush, PlanReady, RowsBack, ShareHeader
+from rowcast.protocol.messages import Flush, PlanReady, RowsBack
+from rowcast.protocol.plan_layout import ShareHeader
 from rowcast.runtime.telemetry.timeline import SpanKind, Timeline
 
 Side = Literal["producer", "consumer"]

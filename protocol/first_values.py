@@ -20,7 +20,6 @@ added, moved or widened. A piece of a table has its columns' values: c counts fr
 from math import cos, log, pi, sin, sqrt
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import xxhash
 
@@ -28,6 +27,7 @@ from rowcast.job.embedding_tables import parse_init
 from rowcast.job.tables import TableSpec
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.compiled import compiled_loop, compiled_part, inlined
+from rowcast.runtime.first_values import RowRule
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
 KINDS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
@@ -69,30 +69,27 @@ def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
     return out
 
 
-class RowRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """First values of a training script's table, as a job's table of this name and `init` has them."""
+def rule_initializer(rule: RowRule) -> Initializer:
+    return table_initializer(rule.seed, spec_of(rule))
 
-    init: str
-    seed: int  # 0 to 2**63 - 1
-    table: str
-    num_rows: int
-    width: int
-    zero_row: int  # the row of the padding, which is zeros; -1: none
 
-    def rows(self, numbers: I64) -> F32:
-        """Returns f32 [n, width]."""
-        spec = TableSpec(
-            index=0,
-            name=self.table,
-            num_embeddings=self.num_rows,
-            embedding_dim=self.width,
-            features=(),
-            pooling="none",
-            init=self.init,
-        )
-        values = initial_rows(self.seed, spec, numbers)
-        values[numbers == self.zero_row] = 0
-        return values
+def rows_by(rule: RowRule, numbers: I64) -> F32:
+    """Returns the first values of these rows, f32 [n, width]."""
+    values = initial_rows(rule.seed, spec_of(rule), numbers)
+    values[numbers == rule.zero_row] = 0
+    return values
+
+
+def spec_of(rule: RowRule) -> TableSpec:
+    return TableSpec(
+        index=0,
+        name=rule.table,
+        num_embeddings=rule.num_rows,
+        embedding_dim=rule.width,
+        features=(),
+        pooling="none",
+        init=rule.init,
+    )
 
 
 @compiled_loop

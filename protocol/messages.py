@@ -3,15 +3,23 @@
 `session.py` defines who may send which, and when. CONTRIBUTING.md lists the places of a new message.
 """
 
-import math
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from rowcast.protocol.parts import InputSpec
-from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
-from rowcast.runtime.checkpoint_manifest import Position
+from rowcast.protocol.plan_layout import (
+    ALIGNMENT,
+    ArraySpan,
+    ArraySpec,
+    RowSpan,
+    StepHeader,
+    check_specs,
+    check_steps,
+    require,
+)
+from rowcast.runtime.checkpoint_manifest import Position, SavedScript
+from rowcast.runtime.first_values import FirstValues
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
@@ -19,8 +27,6 @@ PROTOCOL_VERSION = 20
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its plan or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
-MAX_DIMENSIONS = 8  # dimensions of an array
-ALIGNMENT = 64
 Mode = Literal["train", "eval"]  # eval: one pass over the evaluation batches, without training or saving
 
 
@@ -34,11 +40,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def check(self) -> None:
         """Raises ValueError if the fields cannot belong together. The types check the range of each alone."""
-
-
-def require(condition: bool, sentence: str) -> None:
-    if not condition:
-        raise ValueError(sentence)
 
 
 def check_piece(piece: int, num_pieces: int) -> None:
@@ -59,131 +60,6 @@ class RingRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         require(self.position % ALIGNMENT == 0, f"a payload at position {self.position} is not aligned to {ALIGNMENT}")
         ends = self.end >= self.position + size
         require(ends, f"a payload of {self.nbytes} bytes at {self.position} does not end by {self.end}")
-
-
-class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The place of one array in a plan's block of arrays."""
-
-    name: Text  # "dense", "labels", "<group>.slots", ...
-    dtype: Dtype
-    shape: tuple[Number, ...]
-    offset: Number  # bytes into the block, a multiple of 64
-
-
-def check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
-    for spec in specs:
-        if len(spec.shape) > MAX_DIMENSIONS:
-            raise ValueError(f"array {spec.name} has {len(spec.shape)} dimensions")
-        nbytes = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
-        if spec.offset % ALIGNMENT != 0:
-            raise ValueError(f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
-        if spec.offset + nbytes > arrays_bytes:
-            raise ValueError(
-                f"array {spec.name} of {nbytes} bytes at {spec.offset} does not fit a block of {arrays_bytes}"
-            )
-    if len({spec.name for spec in specs}) != len(specs):
-        raise ValueError("two arrays of a block have one name")
-
-
-class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The numbers of a `GroupPlan`; its arrays are in the block (`plan_layout.py`)."""
-
-    num_lookups: Number
-    num_unique: Number
-    num_fetch: Number
-    num_evict: Number
-    num_dirty: Number
-    fill_after: Number | None
-    # for each feature that is not pooled, the last of its `sequence_offsets`
-    sequence_lookups: tuple[Number, ...] = ()
-
-    def check(self, plan: int) -> None:
-        own, lookups, after = sum(self.sequence_lookups), self.num_lookups, self.fill_after
-        if self.num_unique > lookups:
-            raise ValueError(f"{lookups} look-ups cannot touch {self.num_unique} rows")
-        if own > lookups:
-            raise ValueError(f"{own} look-ups of sequences are among {lookups}")
-        if self.num_evict > self.num_fetch:
-            raise ValueError(f"{self.num_evict} victims make room for {self.num_fetch} rows")
-        if self.num_dirty > self.num_evict:
-            raise ValueError(f"{self.num_dirty} of {self.num_evict} victims are dirty")
-        if self.num_evict != 0 and after is None:
-            raise ValueError("victims are evicted without a plan to fill after")
-        if after is not None and after >= plan:
-            raise ValueError(f"plan {plan} is filled after plan {after}")
-
-
-class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rank's exchange of a group's rows with the others, counted in rows, additions and look-ups."""
-
-    send_counts: tuple[Number, ...]  # of send_slots, for each rank
-    receive_counts: tuple[Number, ...]  # rows from each rank
-    num_own: Number  # distinct rows of this shard that the whole batch looks up
-    home_levels: tuple[Number, ...]  # additions of home_to up to the end of each level
-    levels: tuple[Number, ...]  # additions of to up to the end of each level
-    sequence_lookups: tuple[tuple[Number, ...], ...]  # for each part here, one number per feature that is not pooled
-
-
-class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Facts about a batch that ranks divide; `StepHeader.batch_size` counts the samples of this rank's parts."""
-
-    batch_size: Number  # samples of the batch over all ranks
-    groups: tuple[ShareHeader, ...]
-
-
-class StepHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `StepPlan` without its arrays."""
-
-    step: Number
-    kind: Literal["train", "eval"]
-    train_step: Number
-    epoch: Number
-    batch_size: Number
-    groups: tuple[GroupHeader, ...]
-    arrays: tuple[ArraySpec, ...]
-    arrays_bytes: Number  # of the plan's block, up to the end of this step's arrays
-    share: BatchShare | None = None  # None: the batch is not divided
-
-    def check(self) -> None:
-        shares = () if self.share is None else self.share.groups
-        require(
-            self.share is None or len(shares) == len(self.groups),
-            f"{len(shares)} of {len(self.groups)} groups are shared by ranks",
-        )
-        check_specs(self.arrays, self.arrays_bytes)
-
-    def num_rows(self, group: int) -> int:
-        """Returns the batch's distinct rows of a group that this rank owns."""
-        return self.groups[group].num_unique if self.share is None else self.share.groups[group].num_own
-
-
-def check_steps(plan: int, steps: Sequence[StepHeader]) -> None:
-    """Checks the steps of a plan: they follow each other, and the first has the plan's move."""
-    first = steps[0]
-    for number, step in enumerate(steps):
-        step.check()
-        here, there = (step.step, step.kind, len(step.groups)), (first.step + number, first.kind, len(first.groups))
-        require(here == there, f"plan {plan} has {here} (step, kind, groups) instead of {there}")
-        for group in step.groups:
-            moves = number == 0 or not group.num_fetch
-            require(moves, f"step {step.step} of plan {plan} fetches {group.num_fetch} rows of its own")
-            group.check(plan)
-
-
-class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Consecutive rows of one group, in the order of the plan's move."""
-
-    group: Number
-    start: Number  # first row of the span in the move
-    count: Number
-    offset: Number  # bytes into the piece's payload, a multiple of 64
-
-
-class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Consecutive bytes of the plan's block of arrays, at the start of the piece's payload."""
-
-    offset: Number  # bytes into the block
-    nbytes: Number
 
 
 def check_payload(payload: RingRef | None, arrays: ArraySpan | None, rows: tuple[RowSpan, ...]) -> None:
@@ -469,7 +345,8 @@ class Ask(Message, frozen=True, kw_only=True):
 
 class Answer(Message, frozen=True, kw_only=True):
     number: Number  # of the Ask
-    records: bytes  # of its rows; or the numbers of trained rows, i64, ascending, none after the last
+    # of its rows; or the numbers of trained rows, i64, ascending, none after the last; or why a Save failed
+    records: bytes
 
 
 class Returned(Message, frozen=True, kw_only=True):
@@ -491,7 +368,7 @@ class Save(Message, frozen=True, kw_only=True):
     number says that it is durable."""
 
     number: Number  # in the order of `Ask`
-    request: bytes  # `script_setup.SaveRequest` as JSON; b"" in the first half
+    request: bytes  # `SaveRequest` as JSON; b"" in the first half
 
 
 ROW_NUMBER_BYTES = 8
@@ -574,3 +451,33 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, array_like=True, forbi
     incarnation: Number
     sequence: Number  # 0, 1, ... per sender and link
     message: AnyMessage
+
+
+SETUP = "script.json"  # in the run directory
+
+
+class ScriptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    columns: tuple[FirstValues, ...]  # of its records, from the left
+    # counted over the first `num_steps` steps; they divide the capacity
+    largest_rows: int  # distinct rows of the largest step
+    distinct_rows: int  # of all of them together
+
+
+class ScriptSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a training script's process tells the prefetcher that it starts, in the file `SETUP`."""
+
+    num_steps: int  # that are known at the start
+    tables: tuple[ScriptTable, ...]  # in the order of the job
+
+
+class SaveRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A checkpoint of the script: the rows of all tables, and a model state."""
+
+    folder: str  # of the run
+    run_id: str
+    step: int  # of the script, above those of earlier saves
+    keep: int  # checkpoints
+    # checksum of the manifest since which the rows have changed; "": they are all rows
+    after: str
+    script: SavedScript
+    objects: str  # a file with the model state, as safetensors

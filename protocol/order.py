@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from rowcast.protocol.messages import (
     AnyMessage,
-    ArraySpan,
     DensePiece,
     EndOfData,
     Flush,
@@ -19,11 +18,10 @@ from rowcast.protocol.messages import (
     Replica,
     Restore,
     RowsBack,
-    RowSpan,
     Saved,
-    StepHeader,
     Welcome,
 )
+from rowcast.protocol.plan_layout import ArraySpan, RowSpan, StepHeader
 from rowcast.runtime.errors import ProtocolError
 
 

@@ -60,7 +60,7 @@ import xxhash
 
 from rowcast.job.schema import Job, Ranks, check_shared
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec
-from rowcast.protocol.batch import Batch, Cut, Lookups, Samples
+from rowcast.protocol.batch import Batch, Lookups, SampleCut, Samples
 from rowcast.protocol.plan_layout import Dtype
 from rowcast.runtime.arrays import GOLDEN, I32, I64, mix
 from rowcast.runtime.compiled import compiled_loop, compiled_part
@@ -100,8 +100,8 @@ class Shards:
 
     def rows_of(self, number: int, keys: I64) -> I64:
         """Returns the `keys` that shard `number` owns, in their order."""
-        own: I64 = keys[self.owners(keys) == number]
-        return own
+        owned: I64 = keys[self.owners(keys) == number]
+        return owned
 
 
 @compiled_loop
@@ -151,16 +151,16 @@ class Belonging:
     def batch_positions(self) -> frozenset[int]:
         return frozenset(self.positions[name] for name in self.batch_features)
 
-    def cut(self, samples: slice, lookups: Callable[[str], slice]) -> Cut:
+    def cut(self, samples: slice, lookups: Callable[[str], slice]) -> SampleCut:
         """`lookups`: of a feature, the look-ups that the samples have, counted among its own."""
         whole = slice(None) if samples.start < samples.stop else slice(0)
         bounds = {of: whole if of in self.batch_features else lookups(of) for of in set(self.arrays.values())}
-        return Cut(samples, {name: bounds[of] for name, of in self.arrays.items()})
+        return SampleCut(samples, {name: bounds[of] for name, of in self.arrays.items()})
 
 
 def belonging(job: Job) -> Belonging:
     positions = {feature: position for position, feature in enumerate(job.features)}
-    inputs = [*job.data.columns.inputs, *(own.per for own in job.data.negatives)]
+    inputs = [*job.data.columns.inputs, *(negatives.per for negatives in job.data.negatives)]
     columns = {f"{name}.id": name for name in inputs if name in positions}
     return Belonging(
         arrays=columns | job.data.lookup_arrays, positions=positions, batch_features=job.data.batch_features
@@ -181,11 +181,11 @@ def input_specs(arrays: Arrays, of: Mapping[str, str]) -> tuple[InputSpec, ...]:
 
 def check_same(found: Sequence[InputSpec], announced: Sequence[InputSpec], where: str) -> None:
     """Raises DataError if a batch has not the arrays of the first one."""
-    own, first = ({spec.name: described(spec) for spec in specs} for specs in (found, announced))
-    for name in sorted(own.keys() | first.keys()):
-        if own.get(name) != first.get(name):
+    arrays, first = ({spec.name: described(spec) for spec in specs} for specs in (found, announced))
+    for name in sorted(arrays.keys() | first.keys()):
+        if arrays.get(name) != first.get(name):
             raise DataError(
-                f"{where}: the array {name} is {own.get(name, 'missing')}, and in the first batch "
+                f"{where}: the array {name} is {arrays.get(name, 'missing')}, and in the first batch "
                 f"{first.get(name, 'missing')}; give every batch the same arrays"
             )
 
@@ -292,18 +292,18 @@ def parts_of(batch: Lookups, parts: int, whole: Collection[int]) -> list[Lookups
 
 def own_bounds(batch_size: int, rank: Rank) -> list[int]:
     """Returns the first sample of each of the rank's parts among its own, and the end of the last."""
-    own = part_bounds(batch_size, rank.parts)[rank.own_parts.start : rank.own_parts.stop + 1]
-    return [bound - own[0] for bound in own]
+    bounds = part_bounds(batch_size, rank.parts)[rank.own_parts.start : rank.own_parts.stop + 1]
+    return [bound - bounds[0] for bound in bounds]
 
 
-def own_parts(own: Lookups, rank: Rank, whole: Collection[int]) -> list[Lookups]:
+def own_parts(lookups: Lookups, rank: Rank, whole: Collection[int]) -> list[Lookups]:
     """Returns the look-ups of each of the rank's parts, as `ids_of_samples`. `own`: the rank's of the batch."""
     if rank.parts_per_rank == 1:
-        return [replace(own, others=0)]
-    return [ids_of_samples(own, slice(*ends), whole) for ends in pairwise(own_bounds(own.batch_size, rank))]
+        return [replace(lookups, others=0)]
+    return [ids_of_samples(lookups, slice(*ends), whole) for ends in pairwise(own_bounds(lookups.batch_size, rank))]
 
 
-def arrays_of_samples(batch: Lookups, samples: slice, of: Belonging) -> Cut:
+def arrays_of_samples(batch: Lookups, samples: slice, of: Belonging) -> SampleCut:
     """Returns the entries that some samples have in the arrays of the batch."""
 
     def lookups(feature: str) -> slice:
@@ -319,8 +319,8 @@ def arrays_of_samples(batch: Lookups, samples: slice, of: Belonging) -> Cut:
 def part_of(batch: Batch, part: int, parts: int, of: Belonging) -> Batch:
     """Returns the samples of one part."""
     samples = samples_of_part(batch.size, parts, part)
-    own, cut = ids_of_samples(batch, samples, of.batch_positions), arrays_of_samples(batch, samples, of)
-    return Batch.of(own, batch.within(cut))
+    lookups, cut = ids_of_samples(batch, samples, of.batch_positions), arrays_of_samples(batch, samples, of)
+    return Batch.of(lookups, batch.within(cut))
 
 
 def part_seed(seed: int, train_step: int, part: int) -> int:
@@ -332,7 +332,7 @@ def part_seed(seed: int, train_step: int, part: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class LookupSource:
     """What a rank looks up of one part of a batch, in a group."""
 
     part: int  # 0 to rank.parts - 1
@@ -347,15 +347,15 @@ def feature_owners(group: GroupSpec, count: int) -> list[int | None]:
 
 def features_of(group: GroupSpec, rank: Rank, owner: int) -> tuple[int, ...]:
     """Returns the features that rank `owner` pools for all, ascending, by their number among the group's features."""
-    return tuple(f for f, own in enumerate(feature_owners(group, rank.count)) if own == owner)
+    return tuple(f for f, feature_owner in enumerate(feature_owners(group, rank.count)) if feature_owner == owner)
 
 
-def sources_of(group: GroupSpec, rank: Rank) -> tuple[Source, ...]:
+def sources_of(group: GroupSpec, rank: Rank) -> tuple[LookupSource, ...]:
     """Returns the group's sources on `rank`: its own parts, then, if it owns a table, all others; both ascending."""
     owners, owned = feature_owners(group, rank.count), features_of(group, rank, rank.number)
-    own = tuple(f for f, owner in enumerate(owners) if owner in {None, rank.number})
+    features = tuple(f for f, owner in enumerate(owners) if owner in {None, rank.number})
     others = rank.other_parts if owned else []
-    return (*(Source(part, own) for part in rank.own_parts), *(Source(part, owned) for part in others))
+    return (*(LookupSource(part, features) for part in rank.own_parts), *(LookupSource(part, owned) for part in others))
 
 
 def source_sizes(group: GroupSpec, rank: Rank, batch_size: int) -> list[int]:

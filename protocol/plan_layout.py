@@ -7,14 +7,20 @@
 
 All code that packs, measures, checks or uses the arrays of a plan reads them here. To add an array to the look-ups, add
 a line to `LookupArrays` and one to each of its three makers: `planner.WholeBatch`, `exchange.ShareOfBatch` and,
-without a planner, `trainer/kernels/lookups.py`.
+without a planner, `trainer/kernels/choose.py`.
+
+A plan's headers stand here too. `StepHeader` has the numbers of a step and, as `ArraySpec`, the places of its arrays.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+
+from rowcast.runtime.ranges import Number, Text
 
 A = TypeVar("A")  # a numpy array in the prefetcher, a tensor in the trainer
 Dtype = Literal["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"]
@@ -124,7 +130,7 @@ class LookupArrays(Generic[A]):
     the received rows: two sources may look up the same one.
 
     If every bag of a whole batch holds one look-up, and no table has more than 65,536, a plan has `order` instead of
-    `slots` and `bag_order`, and the trainer makes these two (`protocol/arrange.py`).
+    `slots` and `bag_order`, and the trainer makes these two (`protocol/plan.py`).
     """
 
     # look-ups by row, counted from their table's first: a permutation of each table's look-ups
@@ -183,10 +189,144 @@ class ExchangeArrays(Generic[A]):
 def layouts(arrays: type) -> dict[str, ArrayLayout]:
     """Returns the layouts of a class's array fields, in order."""
     hints = get_type_hints(arrays, include_extras=True)
-    found = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
-    return {name: layout for name, layout in found.items() if isinstance(layout, ArrayLayout)}
+    by_name = {name: getattr(hint, "__metadata__", (None,))[0] for name, hint in hints.items()}
+    return {name: layout for name, layout in by_name.items() if isinstance(layout, ArrayLayout)}
 
 
 LOOKUP_ARRAYS = layouts(LookupArrays)
 GROUP_ARRAYS = layouts(GroupArrays)
 EXCHANGE_ARRAYS = layouts(ExchangeArrays)
+
+
+MAX_DIMENSIONS = 8  # dimensions of an array
+ALIGNMENT = 64
+
+
+def require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise ValueError(sentence)
+
+
+class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The place of one array in a plan's block of arrays."""
+
+    name: Text  # "dense", "labels", "<group>.slots", ...
+    dtype: Dtype
+    shape: tuple[Number, ...]
+    offset: Number  # bytes into the block, a multiple of 64
+
+
+def check_specs(specs: Sequence[ArraySpec], arrays_bytes: int) -> None:
+    for spec in specs:
+        if len(spec.shape) > MAX_DIMENSIONS:
+            raise ValueError(f"array {spec.name} has {len(spec.shape)} dimensions")
+        nbytes = math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+        if spec.offset % ALIGNMENT != 0:
+            raise ValueError(f"array {spec.name} at {spec.offset} is not aligned to {ALIGNMENT}")
+        if spec.offset + nbytes > arrays_bytes:
+            raise ValueError(
+                f"array {spec.name} of {nbytes} bytes at {spec.offset} does not fit a block of {arrays_bytes}"
+            )
+    if len({spec.name for spec in specs}) != len(specs):
+        raise ValueError("two arrays of a block have one name")
+
+
+class GroupHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The numbers of a `GroupPlan`; its arrays are in the block (`plan_layout.py`)."""
+
+    num_lookups: Number
+    num_unique: Number
+    num_fetch: Number
+    num_evict: Number
+    num_dirty: Number
+    fill_after: Number | None
+    # for each feature that is not pooled, the last of its `sequence_offsets`
+    sequence_lookups: tuple[Number, ...] = ()
+
+    def check(self, plan: int) -> None:
+        in_sequences, lookups, after = sum(self.sequence_lookups), self.num_lookups, self.fill_after
+        if self.num_unique > lookups:
+            raise ValueError(f"{lookups} look-ups cannot touch {self.num_unique} rows")
+        if in_sequences > lookups:
+            raise ValueError(f"{in_sequences} look-ups of sequences are among {lookups}")
+        if self.num_evict > self.num_fetch:
+            raise ValueError(f"{self.num_evict} victims make room for {self.num_fetch} rows")
+        if self.num_dirty > self.num_evict:
+            raise ValueError(f"{self.num_dirty} of {self.num_evict} victims are dirty")
+        if self.num_evict != 0 and after is None:
+            raise ValueError("victims are evicted without a plan to fill after")
+        if after is not None and after >= plan:
+            raise ValueError(f"plan {plan} is filled after plan {after}")
+
+
+class ShareHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rank's exchange of a group's rows with the others, counted in rows, additions and look-ups."""
+
+    send_counts: tuple[Number, ...]  # of send_slots, for each rank
+    receive_counts: tuple[Number, ...]  # rows from each rank
+    num_own: Number  # distinct rows of this shard that the whole batch looks up
+    home_levels: tuple[Number, ...]  # additions of home_to up to the end of each level
+    levels: tuple[Number, ...]  # additions of to up to the end of each level
+    sequence_lookups: tuple[tuple[Number, ...], ...]  # for each part here, one number per feature that is not pooled
+
+
+class BatchShare(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Facts about a batch that ranks divide; `StepHeader.batch_size` counts the samples of this rank's parts."""
+
+    batch_size: Number  # samples of the batch over all ranks
+    groups: tuple[ShareHeader, ...]
+
+
+class StepHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A `StepPlan` without its arrays."""
+
+    step: Number
+    kind: Literal["train", "eval"]
+    train_step: Number
+    epoch: Number
+    batch_size: Number
+    groups: tuple[GroupHeader, ...]
+    arrays: tuple[ArraySpec, ...]
+    arrays_bytes: Number  # of the plan's block, up to the end of this step's arrays
+    share: BatchShare | None = None  # None: the batch is not divided
+
+    def check(self) -> None:
+        shares = () if self.share is None else self.share.groups
+        require(
+            self.share is None or len(shares) == len(self.groups),
+            f"{len(shares)} of {len(self.groups)} groups are shared by ranks",
+        )
+        check_specs(self.arrays, self.arrays_bytes)
+
+    def num_rows(self, group: int) -> int:
+        """Returns the batch's distinct rows of a group that this rank owns."""
+        return self.groups[group].num_unique if self.share is None else self.share.groups[group].num_own
+
+
+def check_steps(plan: int, steps: Sequence[StepHeader]) -> None:
+    """Checks the steps of a plan: they follow each other, and the first has the plan's move."""
+    first = steps[0]
+    for number, step in enumerate(steps):
+        step.check()
+        here, there = (step.step, step.kind, len(step.groups)), (first.step + number, first.kind, len(first.groups))
+        require(here == there, f"plan {plan} has {here} (step, kind, groups) instead of {there}")
+        for group in step.groups:
+            moves = number == 0 or not group.num_fetch
+            require(moves, f"step {step.step} of plan {plan} fetches {group.num_fetch} rows of its own")
+            group.check(plan)
+
+
+class RowSpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Consecutive rows of one group, in the order of the plan's move."""
+
+    group: Number
+    start: Number  # first row of the span in the move
+    count: Number
+    offset: Number  # bytes into the piece's payload, a multiple of 64
+
+
+class ArraySpan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Consecutive bytes of the plan's block of arrays, at the start of the piece's payload."""
+
+    offset: Number  # bytes into the block
+    nbytes: Number

@@ -2,18 +2,16 @@
 
 Each process has one `Session` and passes every message that it sends or receives through it. The two ends may be in
 different states while frames are in flight; the table allows for that.
+
+`encode` and `decode` turn envelopes into frames and back, and check them: only possible numbers and offsets pass.
+`order.py` checks which piece is next, and `ring.py` that a piece's bytes are in the ring.
 """
 
 from enum import StrEnum
 
-from rowcast.protocol import codec
-from rowcast.protocol.messages import (
-    PROTOCOL_VERSION,
-    AnyMessage,
-    Envelope,
-    Hello,
-    Welcome,
-)
+import msgspec
+
+from rowcast.protocol.messages import PROTOCOL_VERSION, AnyMessage, Envelope, Hello, Welcome
 from rowcast.protocol.order import Order
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
 from rowcast.runtime.run_directory import Role
@@ -120,9 +118,9 @@ class Session:
 
         Raises Mismatch if the frame greets with another protocol version. A refused frame changes nothing here."""
         try:
-            envelope = codec.decode(frame)
+            envelope = decode(frame)
         except RemoteProtocolError:
-            check_version(codec.greeted_version(frame), self._peer)
+            check_version(greeted_version(frame), self._peer)
             raise
         try:
             self.state = self._received(envelope)
@@ -133,7 +131,7 @@ class Session:
 
     def _sent(self, message: AnyMessage) -> tuple[State, bytes]:
         state = next_state(self.state, self.role, message)
-        frame = codec.encode(Envelope(incarnation=self.incarnation, sequence=self._num_sent, message=message))
+        frame = encode(Envelope(incarnation=self.incarnation, sequence=self._num_sent, message=message))
         if isinstance(message, Welcome) and message.incarnation != self.incarnation:
             raise ProtocolError(
                 f"a Welcome to incarnation {message.incarnation} cannot be sent in incarnation {self.incarnation}"
@@ -148,18 +146,18 @@ class Session:
                 f"frame {envelope.sequence} of the {self._peer} came instead of frame {self._num_received}"
             )
         state = next_state(self.state, self._peer, message)
-        own = message.incarnation if isinstance(message, Welcome) else self.incarnation
-        self._check_incarnation(envelope.incarnation, own, message)
+        incarnation = message.incarnation if isinstance(message, Welcome) else self.incarnation
+        self._check_incarnation(envelope.incarnation, incarnation, message)
         self._order.follow(message)
-        self.incarnation = own
-        self._peer_knows_incarnation |= own != 0 and envelope.incarnation == own
+        self.incarnation = incarnation
+        self._peer_knows_incarnation |= incarnation != 0 and envelope.incarnation == incarnation
         return state
 
-    def _check_incarnation(self, incarnation: int, own: int, message: AnyMessage) -> None:
+    def _check_incarnation(self, incarnation: int, now: int, message: AnyMessage) -> None:
         if isinstance(message, Hello) and incarnation != 0:
             raise ProtocolError(f"a Hello came from incarnation {incarnation}; a trainer begins without one")
-        if own not in (0, incarnation) and (self._peer_knows_incarnation or incarnation != 0):  # 0: before the Welcome
-            raise ProtocolError(f"a frame of incarnation {incarnation} came in incarnation {own}")
+        if now not in (0, incarnation) and (self._peer_knows_incarnation or incarnation != 0):  # 0: before the Welcome
+            raise ProtocolError(f"a frame of incarnation {incarnation} came in incarnation {now}")
 
 
 def next_state(state: State, sender: Role, message: AnyMessage) -> State:
@@ -178,3 +176,63 @@ def check_version(version: int | None, peer: Role) -> None:
             f"the {peer} speaks protocol version {version} and this process {PROTOCOL_VERSION}; install the same "
             "rowcast for both"
         )
+
+
+MAX_FRAME_BYTES = 4 * 2**20
+
+
+SENTENCE_LIMIT = 1000  # characters of an error about a frame, because it may quote the frame
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    """Raises LocalProtocolError for an envelope that `decode` would refuse."""
+    try:
+        frame = _encoder.encode(envelope)
+        _decoder.decode(frame)  # checks the range of each number
+        envelope.message.check()
+    except (ValueError, OverflowError) as error:
+        raise LocalProtocolError(f"a {type(envelope.message).__name__} message cannot be sent: {error}") from error
+    if len(frame) > MAX_FRAME_BYTES:
+        raise LocalProtocolError(
+            f"a {type(envelope.message).__name__} of {len(frame)} bytes is too long for a frame of {MAX_FRAME_BYTES}"
+        )
+    return frame
+
+
+def decode(frame: bytes) -> Envelope:
+    """Raises RemoteProtocolError, and nothing else, for every frame that is not a well-formed envelope."""
+    if len(frame) > MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes arrived; it may have up to {MAX_FRAME_BYTES}")
+    try:
+        envelope = _decoder.decode(frame)
+        envelope.message.check()
+    except (ValueError, OverflowError, RecursionError) as error:
+        raise RemoteProtocolError(
+            f"a frame of {len(frame)} bytes is no message: {str(error)[:SENTENCE_LIMIT]}"
+        ) from error
+    return envelope
+
+
+class _Greeting(msgspec.Struct):
+    protocol_version: int
+
+
+class _AnyEnvelope(msgspec.Struct, array_like=True):
+    incarnation: int
+    sequence: int
+    message: _Greeting
+
+
+def greeted_version(frame: bytes) -> int | None:
+    """Returns the protocol version of a Hello or Welcome, even if this version cannot read its other fields; None
+    otherwise."""
+    try:
+        return msgspec.msgpack.decode(frame, type=_AnyEnvelope).message.protocol_version
+    except (ValueError, OverflowError, RecursionError):
+        return None

@@ -2,9 +2,11 @@
 
 A job file describes a run. `rowcast train --config job.toml` trains it, and so does this:
 
+    new                      returns the NewJob that is proposed for files or a frame: print it, change keys, train it
     train                    returns the Run
     load                     returns the Run of a run directory
-    Run                      predict(frame), losses, evaluations, job, model()
+    Run                      predict(frame), evaluate(frame), losses, evaluations, job, model()
+    compare                  the evaluations of several runs as one table
 
 Your own training script needs one line instead:
 
@@ -34,7 +36,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rowcast.deploy.run import Run, load, train
+    from rowcast.deploy.new_job import new
+    from rowcast.deploy.run import Run, compare, load, train
     from rowcast.job.schema import Job
     from rowcast.prefetcher.readers.draws import draws
     from rowcast.protocol.batch import Batch
@@ -53,8 +56,10 @@ __all__ = [
     "adopt",
     "ahead",
     "ahead_calls",
+    "compare",
     "draws",
     "load",
+    "new",
     "ranks_among",
     "restore",
     "save",
@@ -71,8 +76,10 @@ MODULES = {
     "adopt": "rowcast.trainer.adopt.adopt",
     "ahead": "rowcast.trainer.adopt.adopt",
     "ahead_calls": "rowcast.trainer.adopt.adopt",
+    "compare": "rowcast.deploy.run",
     "draws": "rowcast.prefetcher.readers.draws",
     "load": "rowcast.deploy.run",
+    "new": "rowcast.deploy.new_job",
     "ranks_among": "rowcast.trainer.models.evaluate",
     "restore": "rowcast.trainer.adopt.saved",
     "save": "rowcast.trainer.adopt.saved",

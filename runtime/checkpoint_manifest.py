@@ -19,9 +19,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
-from rowcast.runtime.disk import NOT_THE_FILE, Disk, Sealed, listed_in, open_regular, read_sealed, unreadable
+from rowcast.runtime.disk import CHECKSUM, NOT_THE_FILE, Disk, Sealed, listed_in, open_regular, read_sealed, unreadable
 from rowcast.runtime.errors import DataError, RowcastError
+from rowcast.runtime.first_values import FirstValues
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Number
 
@@ -36,12 +38,11 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eval_batch: Number | None = None  # batches of the current evaluation before it; None outside an evaluation
 
 
-MANIFEST_VERSION = 10
+MANIFEST_VERSION = 11
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
 FILE_NAME = re.compile(r"step-[0-9]{12}/[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-CHECKSUM = re.compile(r"[0-9a-f]{16}")
 RUN_ID = re.compile(rb'"run_id": ?"([^"]*)"')
 MAX_KEY = 2**63 - 1
 UNKNOWN = -1
@@ -105,6 +106,8 @@ class RowLayer(FilePart, frozen=True, kw_only=True):
     files: tuple[RowFile, ...]  # the files of a group are adjacent, by ascending key
     # of a delta: the checksum of the manifest since which its rows changed; "" of a base, and in versions before 5
     after: str = ""
+    # its rows were last trained before this train step, after which `rowcast forget` ran; 0: after the last `forget`
+    until: Number = 0
 
     def __post_init__(self) -> None:
         if self.num_rows != sum(file.num_rows for file in self.files):
@@ -162,10 +165,17 @@ class DataFile(FilePart, frozen=True, kw_only=True):
 class TrainingData(FilePart, frozen=True, kw_only=True):
     """The data that the steps before a checkpoint have read."""
 
-    files: tuple[DataFile, ...]  # in reading order; empty for a data set made by code
+    # in reading order; empty for a data set made by code. With data.follow, those from the next row on that were read
+    files: tuple[DataFile, ...]
+    # with data.follow, of the files before these, which may have left: their rows, and the path of the last one
+    rows_before: Number = 0
+    last_before: str = ""
     hot_rows: str = ""  # older versions kept the checksum of the rows of data.hot here
     num_dense: int = UNKNOWN  # dense features per sample; UNKNOWN in version 4
     dense_columns: tuple[str, ...] = ()  # their names; none were recorded if there are not `num_dense`
+
+
+NOTHING_READ = TrainingData(files=())
 
 
 class SavedTable(FilePart, frozen=True, kw_only=True):
@@ -175,6 +185,15 @@ class SavedTable(FilePart, frozen=True, kw_only=True):
     num_rows: Annotated[int, msgspec.Meta(ge=1, le=2**48)]
     dim: Annotated[int, msgspec.Meta(ge=1)]
     states: tuple[str, ...]  # of the script's optimizer, by torch.optim's names
+    # of its records, from the left: what rows are that no layer has; (): the layers have all rows
+    first: tuple[FirstValues, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.first and sum(columns.width for columns in self.first) != self.width:
+            raise ValueError(f"{self.name}: first values of {sum(columns.width for columns in self.first)} columns")
+        for columns in self.first:
+            if bool(columns.path) != bool(columns.checksum):
+                raise ValueError(f"{self.name}: first values in {columns.path!r} have no checksum")
 
     @property
     def width(self) -> int:
@@ -188,6 +207,10 @@ class SavedScript(FilePart, frozen=True, kw_only=True):
     name: str  # of its file
     tables: Annotated[tuple[SavedTable, ...], msgspec.Meta(min_length=1)]  # their numbers are those in keys
     num_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+
+    def holding_all(self) -> "SavedScript":
+        """Returns it without names of first values."""
+        return replace(self, tables=tuple(replace(table, first=()) for table in self.tables))
 
 
 class Manifest(Sealed, frozen=True, kw_only=True):
@@ -207,6 +230,7 @@ class Manifest(Sealed, frozen=True, kw_only=True):
     best: str = ""
     # what the ids of each feature were that is hashed by their bytes; before version 10 none
     id_types: dict[str, IdType] = msgspec.field(default_factory=dict)
+    forgot: Number = 0  # train steps before the last `forget` that left rows out; 0: there was none
     script: SavedScript | None = None  # that saved itself, in place of `job` and `trained_on`; before version 10 none
 
     def __post_init__(self) -> None:
@@ -378,19 +402,19 @@ def run_of(folder: Path) -> str | None:
     None if there is no manifest, or it names no run; "" if something else has its name. Raises Unreadable."""
     path = folder / MANIFEST_NAME
     try:
-        found = RUN_ID.search(path.read_bytes())
+        match = RUN_ID.search(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
         if error.errno not in NOT_THE_FILE:
             raise unreadable(path, error) from None
         return ""
-    return None if found is None else found[1].decode(errors="replace")
+    return None if match is None else match[1].decode(errors="replace")
 
 
-def differs(path: Path, found: tuple[int, str], nbytes: int, checksum: str) -> DataError:
+def differs(path: Path, sample: tuple[int, str], nbytes: int, checksum: str) -> DataError:
     return DataError(
-        f"{path}: {found[0]} bytes with checksum {found[1]}, but the manifest says {nbytes} and {checksum}"
+        f"{path}: {sample[0]} bytes with checksum {sample[1]}, but the manifest says {nbytes} and {checksum}"
     )
 
 
@@ -399,11 +423,11 @@ def checked_file(root: Path, file: RowFile | DenseFile) -> Path:
     Unreadable."""
     path = root / file.file
     try:
-        found = file_checksum(path)
+        sample = file_checksum(path)
     except OSError as error:
         raise missing(path, "a file of the checkpoint cannot be read", error) from None
-    if found != (file.nbytes, file.checksum):
-        raise differs(path, found, file.nbytes, file.checksum)
+    if sample != (file.nbytes, file.checksum):
+        raise differs(path, sample, file.nbytes, file.checksum)
     return path
 
 
@@ -424,7 +448,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
     return next(iter(checkpoint_folders(run_dir / "checkpoints")), None)
 
 
-SHARD_VERSION = 3
+SHARD_VERSION = 4
 SHARD_NAME = r"shard-[0-9]{3,}\.json"  # of `shard_name`
 OF_A_RANK = re.compile(r".*-r([0-9]{3,})-[0-9]{5}\.safetensors|shard-([0-9]{3,})\.json(?:\.partial)?")
 

@@ -51,8 +51,8 @@ def options_of(kind: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., 
             given = {name: value for name in defaults if (value := arguments.pop(name)) is not None}
             return function(**arguments, options=kind(**given))
 
-        own = [parameter for name, parameter in signature(function).parameters.items() if name != "options"]
-        command.__signature__ = signature(function).replace(parameters=[*own, *made])  # type: ignore[attr-defined]
+        parameters = [parameter for name, parameter in signature(function).parameters.items() if name != "options"]
+        command.__signature__ = signature(function).replace(parameters=[*parameters, *made])  # type: ignore[attr-defined]
         others = {name: hint for name, hint in function.__annotations__.items() if name != "options"}
         command.__annotations__ = others | annotations
         return command

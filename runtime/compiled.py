@@ -30,8 +30,8 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 from numba.np.arrayobj import populate_array
 
+from rowcast.runtime.disk import opened_safely
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.safe_files import opened_safely
 
 WAIT_S, POLL_S = 120.0, 0.05  # a loop takes some seconds; a holder that is stopped keeps the others no longer
 SHOWN = 200  # characters of a signature
@@ -84,20 +84,20 @@ class LoopCache(FunctionCache):  # type: ignore[misc]
         self._cache_file = SafeFiles(self._cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = self._whole(sig, target_context)
-        if found is not None:
-            return found
+        whole = self._whole(sig, target_context)
+        if whole is not None:
+            return whole
         until = time.monotonic() + WAIT_S
         while not self._locked(fcntl.LOCK_EX | fcntl.LOCK_NB) and time.monotonic() < until:
             time.sleep(POLL_S)
-            if (found := self._whole(sig, target_context)) is not None:
-                return found
-        found = self._whole(sig, target_context)  # another process may have compiled it in between
-        if found is not None:
+            if (whole := self._whole(sig, target_context)) is not None:
+                return whole
+        whole = self._whole(sig, target_context)  # another process may have compiled it in between
+        if whole is not None:
             self._locked(fcntl.LOCK_UN)
         else:
             self._explain(sig)
-        return found
+        return whole
 
     def save_overload(self, sig: Any, data: Any) -> None:
         try:

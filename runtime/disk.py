@@ -1,4 +1,4 @@
-"""Writes durable files, recognizes files that rowcast wrote, opens files that others may have put there, seals JSON.
+"""Writes durable files, opens and samples files that others may have put there, and loads only safe files.
 
 Tests record the operations of `Disk` and make them fail.
 
@@ -6,14 +6,37 @@ What survives a power loss, which decides the order of all writes:
 
     content of a file      writes before its last `sync`
     an entry of a folder   (a file's name, a rename, an unlink) changes before the folder's last `sync_folder`
+
+Samples show that a large file has other contents of the same size. Checkpoints keep the checksums, so this rule must
+never change. It depends only on a file's size and two numbers:
+
+    where blocks begin   the first at the start of the file, the last where it ends with the file, the others evenly
+                         between; a file no longer than its blocks together is read whole
+    checksum             xxh3_64 of the blocks, in order
+
+Compiled code runs when it is loaded. It is safe if no other user could have written it:
+
+    owner            this user or root
+    others           may not write
+    its group        may write only if it is ours alone: named as we are (or root) and without other members, or
+                     without a name here, as that of a Kubernetes volume with fsGroup
 """
 
+import atexit
 import errno
 import fcntl
+import getpass
+import grp
 import os
+import pwd
 import re
+import shutil
 import stat
-from collections.abc import Mapping
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO, TypeVar
@@ -185,11 +208,11 @@ def read_sealed(path: Path, kinds: Mapping[int, type[AnySealed]], name: str) -> 
     with open_regular(path) as file:
         content = file.read()
     try:
-        found = msgspec.json.decode(content, type=Versioned).version
-        if found not in kinds:
+        version = msgspec.json.decode(content, type=Versioned).version
+        if version not in kinds:
             known = " and ".join(map(str, kinds))
-            raise DataError(f"{path}: {name} version {found}, but this version reads {known}")
-        sealed = msgspec.json.decode(content, type=kinds[found])
+            raise DataError(f"{path}: {name} version {version}, but this version reads {known}")
+        sealed = msgspec.json.decode(content, type=kinds[version])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{path}: not a {name} that this version can read ({error})") from None
     checksum = xxhash.xxh3_64_hexdigest(content.replace(sealed.checksum.encode(), b"", 1))
@@ -199,3 +222,93 @@ def read_sealed(path: Path, kinds: Mapping[int, type[AnySealed]], name: str) -> 
             "it was changed after it was written"
         )
     return sealed
+
+
+CHECKSUM = re.compile(r"[0-9a-f]{16}")  # of xxh3_64, as files name it
+
+
+def sampled_file(path: Path, num_blocks: int, block_bytes: int) -> tuple[int, str]:
+    """Returns its size and the checksum of its sample, 16 hex digits. Raises OSError."""
+    hasher = xxhash.xxh3_64()
+    with open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        for start, stop in blocks(nbytes, num_blocks, block_bytes):
+            hasher.update(os.pread(file.fileno(), stop - start, start))
+    return nbytes, hasher.hexdigest()
+
+
+def blocks(nbytes: int, num_blocks: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each, in bytes."""
+    if nbytes <= num_blocks * block_bytes:
+        yield 0, nbytes
+        return
+    for index in range(num_blocks):
+        start = (nbytes - block_bytes) * index // (num_blocks - 1)
+        yield start, start + block_bytes
+
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def why_unsafe(status: os.stat_result) -> str:
+    """Returns which other user could have written a file or folder, or ""."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & stat.S_IWOTH:
+        return "every user may write there"
+    if status.st_mode & stat.S_IWGRP and not is_private(status.st_gid):
+        return f"group {status.st_gid} may write there"
+    return ""
+
+
+@cache
+def is_private(group: int) -> bool:
+    ours = {user.pw_name for user in pwd.getpwall() if user.pw_uid in (0, os.geteuid())}
+    try:
+        entry = grp.getgrgid(group)
+    except KeyError:
+        return True
+    others = {user.pw_name for user in pwd.getpwall() if user.pw_gid == group} | {*entry.gr_mem}
+    return entry.gr_name in ours and others <= ours
+
+
+@contextmanager
+def opened_safely(path: str) -> Iterator[str]:
+    """Yields a name of the open file: what stands at `path` may change meanwhile. Raises OSError, and PermissionError
+    if another user could have written it or its folder."""
+    with ExitStack() as stack:
+        folder = os.open(os.path.dirname(path), FOLDER)
+        stack.callback(os.close, folder)
+        file = os.open(os.path.basename(path), FILE, dir_fd=folder)
+        stack.callback(os.close, file)
+        for place, descriptor in ((os.path.dirname(path), folder), (path, file)):
+            if why := why_unsafe(os.fstat(descriptor)):
+                raise PermissionError(errno.EPERM, why, place)
+        yield f"/proc/self/fd/{file}"
+
+
+def unsafe_below(folder: Path) -> str:
+    """Returns a place in the folder that another user could have written and why, or ""."""
+    for place, _, names in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in names)):
+            status = os.lstat(path)
+            if why := ("it is a link" if stat.S_ISLNK(status.st_mode) else why_unsafe(status)):
+                return f"{path}: {why}"
+    return ""
+
+
+def use_safe_caches() -> None:
+    """Lets Triton and torch.compile, which load what lies in their cache folders, use new ones in place of folders that
+    another user could have written, and says so."""
+    folders = {
+        "TRITON_CACHE_DIR": os.path.join(os.environ.get("TRITON_HOME", "~"), ".triton", "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"),
+    }
+    for name, usual in folders.items():
+        if why := unsafe_below(Path(os.environ.get(name) or usual).expanduser()):
+            os.environ[name] = tempfile.mkdtemp(prefix="rowcast-")
+            atexit.register(shutil.rmtree, os.environ[name], ignore_errors=True)
+            sys.stderr.write(
+                f"rowcast: compiled kernels are not loaded, but compiled: {why}; set {name} to a folder of your own\n"
+            )  # a reader of versions has no structlog

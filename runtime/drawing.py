@@ -66,15 +66,6 @@ def save_plot(figure: Any, path: Path, dpi: int) -> None:
         ) from None
 
 
-def set_ticks(axis: Any, factor: float, suffix: str) -> None:
-    """Round multiples of `factor` over the axis, whose ends become ticks; each is labelled with the multiple."""
-    from matplotlib.ticker import MaxNLocator
-
-    low, high = axis.get_view_interval()
-    ticks: Any = MaxNLocator(5, steps=[1, 2, 5, 10]).tick_values(low / factor, high / factor)
-    axis.set_ticks(factor * ticks, labels=[f"{tick:,.6g}{suffix}" for tick in ticks])
-
-
 def svg_text(figure: Any, name: str) -> str:
     """An <svg> element for a page. It takes the page's font; its ids begin with `name`, which is the page's only."""
     import matplotlib

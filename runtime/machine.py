@@ -1,9 +1,11 @@
 """What decides bits beside job and data: the threads of torch, and facts of the machine. Checkpoints record both.
 
-Also what this process may take (memory and cores of the machine, or less in a control group), and what the kernel says
-of another process."""
+Also what this process may take (memory and cores of the machine, or less in a control group), what the kernel says of
+another process, and this host's IPv4 addresses, without sending anything.
+"""
 
 import ctypes
+import fcntl
 import os
 import platform
 import re
@@ -87,8 +89,8 @@ def control_groups(root: Path = ROOT) -> Iterator[int]:
         limit, usage = (
             ("memory.max", "memory.current") if not controllers else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         )
-        own = Path(name.lstrip("/"))
-        for folder in (own, *own.parents):
+        group = Path(name.lstrip("/"))
+        for folder in (group, *group.parents):
             room = room_of(root / mount / folder, limit, usage)
             if room is not None:
                 yield room
@@ -184,14 +186,14 @@ class OtherProcess:
     @property
     def processor_ticks(self) -> int | None:
         """Returns the processor time that it has used; None unless it `runs`."""
-        found = stat_of(self.pid)
-        runs = found is not None and found.start == self.start and found.state not in "TZX"
-        return found.ticks if found is not None and runs else None
+        status = stat_of(self.pid)
+        runs = status is not None and status.start == self.start and status.state not in "TZX"
+        return status.ticks if status is not None and runs else None
 
 
 def seen(pid: int) -> OtherProcess | None:
-    found = stat_of(pid)
-    return None if found is None else OtherProcess(pid, found.start)
+    status = stat_of(pid)
+    return None if status is None else OtherProcess(pid, status.start)
 
 
 def at_other_end(descriptor: int) -> OtherProcess | None:
@@ -236,3 +238,30 @@ def mapped_bytes(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
                 resident += 1024 * kib["Rss"]
                 huge += 1024 * (kib.get("AnonHugePages", 0) + kib.get("ShmemPmdMapped", 0))
     return resident, huge
+
+
+SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
+
+
+def own_addresses() -> dict[str, str]:
+    """Returns the address of each interface that has one."""
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            addresses[name] = socket.inet_ntoa(reply[20:24])
+    return addresses
+
+
+def interface_toward(address: str, port: int) -> str | None:
+    """Returns the interface of the IPv4 route to an address, None if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, port))
+        except OSError:
+            return None
+        source = probe.getsockname()[0]
+    return next((name for name, address_of_name in own_addresses().items() if address_of_name == source), None)

@@ -1,4 +1,4 @@
-"""Defines stages, the threads that run them, the bells that wake these threads, and how a stage shares its work.
+"""Defines stages, the threads and the crew that run them, the bells that wake them, and how a stage shares its work.
 
 A stage of either process is a function that does not block. In a process, a thread per stage calls it in a loop and
 waits on the stage's bell. In a test, one thread advances all stages of both sides, in an order that a seed decides.
@@ -9,23 +9,28 @@ No wake-up is lost. A producer changes the state first and then rings; the threa
     hush, look | change, ring | wait: returns at once
 """
 
+import math
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from rowcast.runtime.errors import LocalProtocolError
+from rowcast.runtime.errors import LocalProtocolError, PeerLost, RowcastError, told
+from rowcast.runtime.stops import leave_at_once
 
 if TYPE_CHECKING:
     from rowcast.runtime.arrays import I32, I64
 
+
 IDLE_WAIT_S = 0.2  # an idle stage looks again after this time: clocks do not ring
 CALLERS = 3  # of a pool at a time: such as the fetcher, the write-back and the staging thread
-POLL_S = 0.0002  # between looks at sources without a bell: a device's events, a slow store's tickets
+POLL_S, MOST_POLL_S = 0.0002, 0.005  # between looks at sources without a bell
 
 # what happened -> the threads that it may unblock: their bells are rung
 Wakes = Mapping[object, tuple[str, ...]]
@@ -56,6 +61,24 @@ class Doorbell:
         return self._quiet.acquire(timeout=timeout_s)
 
 
+class Period:
+    """The time between two steps or plans. A tenth of it, within limits, lies between a thread's looks at what rings no
+    bell: a device's events, a slow store's tickets."""
+
+    def __init__(self) -> None:
+        self.look_s = POLL_S
+        self._ended_s = -math.inf
+
+    def ended(self, now_s: float) -> None:
+        self.look_s = min(MOST_POLL_S, max(POLL_S, (now_s - self._ended_s) / 10))
+        self._ended_s = now_s
+
+
+def only_bells() -> float:
+    """The wait of a stage whose work all rings its bell."""
+    return IDLE_WAIT_S
+
+
 class StageThread:
     """Runs one stage until it is stopped. The first error is passed to `on_error` and ends the thread."""
 
@@ -68,16 +91,15 @@ class StageThread:
         on_idle: Callable[[float], None] | None = None,
         *,
         on_work: Callable[[], None] = lambda: None,
-        polls: Callable[[], bool] | None = None,
+        look_s: Callable[[], float] = only_bells,
     ) -> None:
-        """`on_work` runs after each call that did something. `polls` returns whether the stage now waits for
-        something without a bell; None: it never does."""
+        """`on_work` runs after each call that did something. `look_s` returns how long the idle stage may now wait."""
         self._bell = bell
         self._on_error = on_error
         self._on_work = on_work
         self._stopped = threading.Event()
         # arguments, so that the stage's objects can be freed once its thread has ended
-        self._thread = threading.Thread(target=self._run, args=(stage, polls, on_idle), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(stage, look_s, on_idle), name=name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -92,13 +114,13 @@ class StageThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _wait(self, polls: Callable[[], bool] | None, on_idle: Callable[[float], None] | None) -> None:
+    def _wait(self, look_s: Callable[[], float], on_idle: Callable[[float], None] | None) -> None:
         began_s = time.perf_counter()
-        self._bell.wait(POLL_S if polls is not None and polls() else IDLE_WAIT_S)
+        self._bell.wait(look_s())
         if on_idle is not None:
             on_idle(time.perf_counter() - began_s)
 
-    def _run(self, stage: Stage, polls: Callable[[], bool] | None, on_idle: Callable[[float], None] | None) -> None:
+    def _run(self, stage: Stage, look_s: Callable[[], float], on_idle: Callable[[float], None] | None) -> None:
         try:
             while True:
                 self._bell.hush()
@@ -107,7 +129,7 @@ class StageThread:
                 if stage():
                     self._on_work()
                 else:
-                    self._wait(polls, on_idle)
+                    self._wait(look_s, on_idle)
         except BaseException as error:  # noqa: BLE001 - the process must get any error
             self._on_error(error)
 
@@ -154,8 +176,8 @@ class ThreadPool:
             return [work(first, end)] if first < end else []
         num_units = end - first if starts is None else int(starts[end]) - int(starts[first])
         num_shares = self.num_shares(num_units * item_size)
-        ranges = [own for own in pairwise(cuts(first, end, num_shares, starts)) if own[0] < own[1]]
-        return self.over(ranges, lambda own: work(*own))
+        ranges = [ends for ends in pairwise(cuts(first, end, num_shares, starts)) if ends[0] < ends[1]]
+        return self.over(ranges, lambda ends: work(*ends))
 
 
 def cuts(first: int, end: int, num_shares: int, starts: "I32 | I64 | None") -> list[int]:
@@ -187,8 +209,99 @@ class StateTable(Generic[S, E]):
         """Returns the next state. Raises LocalProtocolError if the event cannot happen in this state."""
         following = self._following.get((state, event))
         if following is None:
-            allowed = ", ".join(f"'{event}'" for own, event, _ in self.rows if own is state) or "nothing"
+            allowed = ", ".join(f"'{event}'" for origin, event, _ in self.rows if origin is state) or "nothing"
             raise LocalProtocolError(
                 f"'{event}' cannot happen in the {self.side}'s state '{state}'; {allowed} can: a bug of rowcast"
             )
         return following
+
+
+MAIN = "main"  # the thread that calls `Crew.check`
+HANG_GRACE_S = 5.0  # how long the main thread may take to notice a fatal error
+
+
+class Crew:
+    """The stage threads of a process, their bells, and the first error of any of them."""
+
+    def __init__(self, process: str, bell: Doorbell, *, owns_process: bool = True) -> None:
+        """`bell`: the main thread's. With `owns_process`, an error ends the process even if its main thread hangs."""
+        self.error: BaseException | None = None
+        self.bell = bell
+        self._process = process
+        self._owns_process = owns_process
+        self._bells = {MAIN: bell}
+        self._wakes: dict[object, tuple[Doorbell, ...]] = {}
+        self._threads: dict[str, StageThread] = {}
+        self._stopped = threading.Event()
+
+    def start(
+        self,
+        stages: Mapping[str, Stage],
+        on_idle: Mapping[str, Callable[[float], None]],
+        wakes: Wakes = MappingProxyType({}),
+        looks_s: Mapping[str, Callable[[], float]] = MappingProxyType({}),
+    ) -> None:
+        """The other arguments name some of `stages`. `wakes` may name threads that this process lacks."""
+        self._bells |= {name: Doorbell() for name in stages}
+        self._wakes |= {
+            cause: tuple(self._bells[name] for name in names if name in self._bells) for cause, names in wakes.items()
+        }
+        threads = {
+            name: StageThread(
+                name,
+                stage,
+                self._bells[name],
+                self.fail,
+                on_idle.get(name),
+                on_work=partial(self.wake_after, name),
+                look_s=looks_s.get(name, only_bells),
+            )
+            for name, stage in stages.items()
+        }
+        self._threads |= threads
+        for thread in threads.values():
+            thread.start()
+
+    def wake(self, name: str) -> None:
+        """Wakes a thread, or, before that thread starts, the main thread, which does its work."""
+        self._bells.get(name, self._bells[MAIN]).ring()
+
+    def wake_after(self, cause: object) -> None:
+        """Wakes the threads that `wakes` lists for this cause: a thread that did something, or a type of message."""
+        for bell in self._wakes.get(cause, ()):
+            bell.ring()
+
+    def stop(self) -> None:
+        for thread in self._threads.values():
+            thread.stop()
+        self._stopped.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error for the main thread to raise. If the main thread hangs, ends the process."""
+        if self.error is None:
+            self.error = error
+            if self._owns_process:
+                threading.Thread(target=self._end_hung_process, args=(error,), name="last resort", daemon=True).start()
+        self._bells[MAIN].ring()
+
+    def check(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def dead_stage(self) -> str | None:
+        """Returns the name of a stage that an error has ended. None if the peer is lost, which is not this process's
+        fault."""
+        if self.error is None or isinstance(self.error, PeerLost):
+            return None
+        return next((name for name, thread in self._threads.items() if not thread.alive), None)
+
+    def _end_hung_process(self, error: BaseException) -> None:
+        if self._stopped.wait(HANG_GRACE_S):
+            return
+        # a serving host imports this module without the packages that write logs
+        from rowcast.runtime.telemetry.logs import get_logger, say
+
+        get_logger().error("the main thread did not end; ending the process")
+        code, sentence = told(error)
+        say(self._process, sentence if isinstance(error, RowcastError) else f"unexpected error: {sentence}")
+        leave_at_once(code)

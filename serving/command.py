@@ -33,6 +33,7 @@ class PublishCollector(Collector):
     def _samples(self) -> Iterator[Sample]:
         own = self._publisher
         yield "rowcast_publish_lag_seconds", (), time.time() - own.behind_since if own.behind_since else 0.0
+        yield "rowcast_serving_delay_seconds", (), time.time() - own.served_since if own.served_since else 0.0
         for kind, count in own.counts.items():
             yield "rowcast_publish_versions_total", (kind,), count
         yield "rowcast_publish_rows_total", (), own.rows

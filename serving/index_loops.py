@@ -80,7 +80,11 @@ def words_of(
     joined: Index, whole: Index, starts: I64, addresses: U64, num_embeddings: int, layout: RowLayout, first: Initializer
 ) -> U64:
     """Returns u64 [WORDS]. The arrays must outlive it."""
-    cells = [word for own in (joined, whole) for word in (own.places.ctypes.data, own.tags.ctypes.data, len(own.tags))]
+    cells = [
+        word
+        for index in (joined, whole)
+        for word in (index.places.ctypes.data, index.tags.ctypes.data, len(index.tags))
+    ]
     numbers = [*cells, starts.ctypes.data, addresses.ctypes.data, len(addresses), num_embeddings, *layout]
     bits = np.array([first.a, first.b]).view(np.uint64).tolist()
     return np.array([*numbers, first.kind, *bits, first.seed, first.table, first.linear], np.uint64)
@@ -175,57 +179,57 @@ def is_index(index: Index, num_rows: int) -> bool:
 
 
 @compiled_part
-def address_of(found: Found, place: int) -> np.uint64:
+def address_of(lookup: Found, place: int) -> np.uint64:
     version = 0
-    while place >= load_i64(found.starts, 8 * version + 8):
+    while place >= load_i64(lookup.starts, 8 * version + 8):
         version += 1
-    start = load_i64(found.starts, 8 * version)
-    address = np.uint64(load_i64(found.addresses, 8 * version))
-    return address + np.uint64((place - start) * found.layout.stride)
+    start = load_i64(lookup.starts, 8 * version)
+    address = np.uint64(load_i64(lookup.addresses, 8 * version))
+    return address + np.uint64((place - start) * lookup.layout.stride)
 
 
 @compiled_part
-def key_at(found: Found, place: int) -> int:
-    return load_i64(address_of(found, place), 0)  # type: ignore[no-any-return]
+def key_at(lookup: Found, place: int) -> int:
+    return load_i64(address_of(lookup, place), 0)  # type: ignore[no-any-return]
 
 
 @compiled_part
-def start_of_whole(found: Found) -> int:
-    return load_i64(found.starts, 8 * (found.num_versions - 1))  # type: ignore[no-any-return]
+def start_of_whole(lookup: Found) -> int:
+    return load_i64(lookup.starts, 8 * (lookup.num_versions - 1))  # type: ignore[no-any-return]
 
 
 @compiled_part
-def exact_in(cells: Cells, shift: int, found: Found, row: int) -> int:
+def exact_in(cells: Cells, shift: int, lookup: Found, row: int) -> int:
     """Returns the row's global place, or ABSENT. `shift`: from the cells' places to global ones."""
     hashed = hash_of(row)
     cell = next_match(cells, first_cell(hashed, cells.size), tag_of(hashed))
     while cell >= 0:
         place = shift + place_in(cells, cell)
-        if key_at(found, place) == row:
+        if key_at(lookup, place) == row:
             return place
         cell = next_match(cells, cell + 1 if cell + 1 < cells.size else 0, tag_of(hashed))
     return ABSENT
 
 
 @compiled_part
-def exact(found: Found, row: int) -> int:
-    place = exact_in(found.joined, 0, found, row)
-    return place if place != ABSENT else exact_in(found.whole, start_of_whole(found), found, row)
+def exact(lookup: Found, row: int) -> int:
+    place = exact_in(lookup.joined, 0, lookup, row)
+    return place if place != ABSENT else exact_in(lookup.whole, start_of_whole(lookup), lookup, row)
 
 
 @compiled_loop
 def join(joined: Index, words: U64, first: int, rows: I64) -> None:
     """Adds rows with global places from `first` on, unless a newer version has them."""
-    found = found_of(words)
+    lookup = found_of(words)
     for i in range(len(rows)):
-        if exact_in(found.joined, 0, found, rows[i]) == ABSENT:
+        if exact_in(lookup.joined, 0, lookup, rows[i]) == ABSENT:
             put(joined, rows[i], first + i)
 
 
 @compiled_part
-def candidates(found: Found, rows: I64, places: I64) -> int:
+def candidates(lookup: Found, rows: I64, places: I64) -> int:
     """Sets the global place at which each row may be, by tags alone, or ABSENT. Returns the last of these places."""
-    joined, whole, start = found.joined, found.whole, start_of_whole(found)
+    joined, whole, start = lookup.joined, lookup.whole, start_of_whole(lookup)
     farthest = ABSENT
     for i in range(len(rows)):
         hashed = hash_of(rows[i])
@@ -245,7 +249,7 @@ def candidates(found: Found, rows: I64, places: I64) -> int:
                 place = start + place_in(whole, cell)
         places[i] = place
         if place != ABSENT:
-            prefetch_at(address_of(found, place), 0)
+            prefetch_at(address_of(lookup, place), 0)
         farthest = max(farthest, place)
     return farthest
 
@@ -258,19 +262,19 @@ def is_missing(address: np.uint64, state: Bytes) -> bool:
 
 
 @compiled_part
-def confirm(found: Found, rows: I64, places: I64) -> None:
+def confirm(lookup: Found, rows: I64, places: I64) -> None:
     """Makes candidates sure: compares keys, and looks on where a tag misled."""
     for i in range(len(rows)):
-        if places[i] != ABSENT and key_at(found, places[i]) != rows[i]:
-            places[i] = exact(found, rows[i])
+        if places[i] != ABSENT and key_at(lookup, places[i]) != rows[i]:
+            places[i] = exact(lookup, rows[i])
 
 
 @compiled_loop
 def places_of(words: U64, rows: I64, places: I64) -> None:
     """Sets the global place of each row, or ABSENT."""
-    found = found_of(words)
-    candidates(found, rows, places)
-    confirm(found, rows, places)
+    lookup = found_of(words)
+    candidates(lookup, rows, places)
+    confirm(lookup, rows, places)
 
 
 @compiled_arithmetic
@@ -315,16 +319,16 @@ def look_up(
     chunk = max(1, (len(ids) + CHUNKS - 1) // CHUNKS)
     is_short, num_seen, back, address = False, 0, 0.0, NOWHERE
     for f in range(len(tables)):
-        found = found_of(tables[f])
-        if not to_rows(rules[f], found.num_embeddings, ids[bounds[f] : bounds[f + 1]]):
+        lookup = found_of(tables[f])
+        if not to_rows(rules[f], lookup.num_embeddings, ids[bounds[f] : bounds[f + 1]]):
             return f
         rules[f] = AS_IS
-        num_rows = load_i64(found.starts, 8 * found.num_versions)
+        num_rows = load_i64(lookup.starts, 8 * lookup.num_versions)
         for begin in range(bounds[f], bounds[f + 1], chunk):
             end = min(begin + chunk, bounds[f + 1])
-            place = candidates(found, ids[begin:end], places[begin:end])
+            place = candidates(lookup, ids[begin:end], places[begin:end])
             if place != ABSENT and (place + 1) / num_rows > back:
-                back, address = (place + 1) / num_rows, address_of(found, place)
+                back, address = (place + 1) / num_rows, address_of(lookup, place)
             num_seen += end - begin
             if num_seen >= chunk:
                 is_short = is_short or (address != NOWHERE and is_missing(address, state))
@@ -343,14 +347,14 @@ def fill(tables: U64, bounds: I64, halves: F32, rows: I64, places: I64, trained:
     """
     begin = 0
     for f in range(len(tables)):
-        found, initializer = found_of(tables[f]), initializer_of(tables[f])
-        confirm(found, rows[bounds[f] : bounds[f + 1]], places[bounds[f] : bounds[f + 1]])
-        width, trained[f] = found.layout.dim + (found.layout.linear_at != 0), 0
+        lookup, initializer = found_of(tables[f]), initializer_of(tables[f])
+        confirm(lookup, rows[bounds[f] : bounds[f + 1]], places[bounds[f] : bounds[f + 1]])
+        width, trained[f] = lookup.layout.dim + (lookup.layout.linear_at != 0), 0
         for i in range(bounds[f], bounds[f + 1]):
             if places[i] == ABSENT:
                 fill_row(initializer, rows[i], out[begin : begin + width])
             else:
-                decode(found.layout, address_of(found, places[i]), halves, out[begin : begin + width])
+                decode(lookup.layout, address_of(lookup, places[i]), halves, out[begin : begin + width])
                 trained[f] += 1
             begin += width
 
@@ -391,10 +395,10 @@ def ask_for(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
 def touch(file: Bytes, offset: int, stride: int, numbers: Positions) -> int:
     """Waits for these records' pages and maps them. The result is meaningless; it keeps the compiler from dropping the
     reads."""
-    found = 0
+    total = 0
     for i in range(len(numbers)):
         begin = offset + numbers[i] * stride
         for at in range(begin, begin + stride, PAGE):
-            found += file[at]
-        found += file[begin + stride - 1]
-    return found
+            total += file[at]
+        total += file[begin + stride - 1]
+    return total

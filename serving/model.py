@@ -9,7 +9,7 @@ from typing import Any
 from rowcast.job.units import parse_bytes
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import DataError
-from rowcast.serving.snapshot import CHECKS, Counts, Snapshot, open_snapshot
+from rowcast.serving.snapshot import CHECKS, LookupCounts, Snapshot, open_snapshot
 from rowcast.serving.version_file import CURRENT, VersionFile, read_current, read_version
 
 TRIES = 5  # versions may be removed between CURRENT and their opening
@@ -29,13 +29,13 @@ class Model:
         if check not in CHECKS:
             raise ValueError(f"check = {check!r} is not one of {', '.join(CHECKS)}")
         self._folder, self._check = Path(folder), check
-        self._counts = Counts()
+        self._counts = LookupCounts()
         self._lock = threading.Lock()
         nbytes = 0 if str(warm) == "0" else parse_bytes(warm)
         self._now = self._open(None)
-        every = sum(table.rows.nbytes for own in self._now.versions for table in own.file.tables)
+        every = sum(table.rows.nbytes for opened in self._now.versions for table in opened.file.tables)
         for index, view in enumerate(self._now.tables.values()):
-            own_bytes = sum(len(own.rows[index]) for own in self._now.versions)
+            own_bytes = sum(len(opened.rows[index]) for opened in self._now.versions)
             view.warm(min(own_bytes, nbytes * own_bytes // max(1, every)))
 
     def now(self) -> Snapshot:
@@ -69,9 +69,9 @@ class Model:
     def counts(self) -> dict[str, int]:
         """Returns look-ups since the model was opened, how many found a trained row, and calls that waited for
         pages."""
-        own = self._counts
-        with own.lock:
-            return {"lookups": own.lookups, "trained": own.trained, "waits": own.waits}
+        counts = self._counts
+        with counts.lock:
+            return {"lookups": counts.lookups, "trained": counts.trained, "waits": counts.waits}
 
     def refresh(self) -> bool:
         """Opens the newest version if there is a newer one, beside the present one. Returns whether it did.
@@ -102,12 +102,12 @@ class Model:
                     f"{self._folder} holds no version yet; `rowcast publish --to {self._folder}` writes one"
                 )
             try:
-                found = open_snapshot(self._folder, named, before, self._check, self._counts)
+                snapshot = open_snapshot(self._folder, named, before, self._check, self._counts)
             except DataError:
                 if attempt + 1 == TRIES or read_current(self._folder) == named:
                     raise
             else:
-                if not found.is_bound and (before is None or before.is_bound):
+                if not snapshot.is_bound and (before is None or before.is_bound):
                     warnings.warn(UNBOUND.format(self._folder), stacklevel=3)
-                return found
+                return snapshot
         raise AssertionError("the last try returns or raises")

@@ -31,7 +31,7 @@ from rowcast.runtime.errors import ConfigError, DataError, RowcastError, advice
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.serving.raw_ids import id_rules
 from rowcast.serving.row_layout import DType
-from rowcast.serving.snapshot import Counts, Snapshot, open_snapshot
+from rowcast.serving.snapshot import LookupCounts, Snapshot, open_snapshot
 from rowcast.serving.version_file import (
     CURRENT,
     FOLDER_NAME,
@@ -87,11 +87,12 @@ def held(root: Path, manifest: Manifest) -> Iterator[Path]:
 
 
 class Publisher:
-    """Holds the folder from `lock` on. `behind_since`: Unix time since which a checkpoint waits, 0.0 if none does."""
+    """Holds the folder from `lock` on. `behind_since`: Unix time since which a checkpoint waits, 0.0 if none does.
+    `served_since`: when the checkpoint of the newest version was made, 0.0 if that is not known."""
 
     def __init__(self, run_dir: Path, to: Path, dtype: DType, keep: int) -> None:
         """`keep`: how many whole versions stay, with the changed ones after each."""
-        self.behind_since = 0.0
+        self.behind_since = self.served_since = 0.0
         self.counts = {"whole": 0, "changed": 0}
         self.rows = self.nbytes = 0
         self._run_dir, self._to, self._dtype, self._keep = run_dir, to, dtype, keep
@@ -122,13 +123,15 @@ class Publisher:
             newest = read_current(self._to)
         except DataError as error:
             self._damage = str(error)
-        for own in sorted({**named, newest.number: newest}.values()):
+        for named_version in sorted({**named, newest.number: newest}.values()):
             try:
-                if own.number:
-                    open_snapshot(self._to, own, None, "all", Counts())
+                if named_version.number:
+                    open_snapshot(self._to, named_version, None, "all", LookupCounts())
             except DataError as error:
-                get_logger().warning("a version is damaged", version=version_name(own.number), damage=str(error))
-                if own == newest:
+                get_logger().warning(
+                    "a version is damaged", version=version_name(named_version.number), damage=str(error)
+                )
+                if named_version == newest:
                     self._damage = str(error)
 
     def publish(self, *, fresh: bool = False) -> VersionFile | None:
@@ -174,7 +177,7 @@ class Publisher:
         if current is not None and read_current(self._to).number == 0:
             self._name(current)  # CURRENT was lost, or is not copied yet
         if current is not None and current.checkpoint == manifest.checksum and not self._damage:
-            self.behind_since = 0.0
+            self.behind_since, self.served_since = 0.0, self._made(manifest)
             return None
         self._note_behind(manifest)
         number = 1 + max(self._numbers(NUMBERED), default=0)
@@ -191,17 +194,19 @@ class Publisher:
         self.counts[version.kind] += 1
         self.rows += version.num_rows
         self.nbytes += version.nbytes
-        self.behind_since = 0.0
+        self.behind_since, self.served_since = 0.0, self._made(manifest)
         newest = self._newest()
         if newest is not None and newest.checksum != manifest.checksum:
             self._note_behind(newest)
         return version
 
     def _note_behind(self, manifest: Manifest) -> None:
-        if not self.behind_since:
-            with suppress(OSError):
-                self.behind_since = (self._root / manifest.name / MANIFEST_NAME).stat().st_mtime
-            self.behind_since = self.behind_since or time.time()
+        self.behind_since = self.behind_since or self._made(manifest)
+
+    def _made(self, manifest: Manifest) -> float:
+        with suppress(OSError):
+            return (self._root / manifest.name / MANIFEST_NAME).stat().st_mtime
+        return time.time()
 
     def _current(self) -> VersionFile | None:
         try:
@@ -216,7 +221,7 @@ class Publisher:
         if not newest:
             return None
         try:
-            return open_snapshot(self._to, Named(newest, ""), None, "all", Counts()).version
+            return open_snapshot(self._to, Named(newest, ""), None, "all", LookupCounts()).version
         except DataError as error:
             raise ConfigError(
                 f"--to {self._to} holds no {CURRENT}, and its newest version is not whole ({error}); copy it again, or "
@@ -254,10 +259,10 @@ class Publisher:
         return self._before
 
     def _open(self, named: Named, before: Snapshot | None) -> Snapshot:
-        found = open_snapshot(self._to, named, before, "changed", Counts())
-        for own in found.versions:
-            own.bring_neighbours()  # changed rows are spread over all of them
-        return found
+        snapshot = open_snapshot(self._to, named, before, "changed", LookupCounts())
+        for opened in snapshot.versions:
+            opened.bring_neighbours()  # changed rows are spread over all of them
+        return snapshot
 
     def _changes(self, manifest: Manifest, before: VersionFile | None, current: VersionFile | None) -> Changes:
         if self._damage:
@@ -267,10 +272,12 @@ class Publisher:
         if before.version != FORMAT:
             return Changes(layers=(), reason="an earlier rowcast wrote the version before")
         layers = layers_since(manifest, before)
+        if layers is None and manifest.forgot >= max(1, before.position.train_step):
+            return Changes(layers=(), reason=f"rows were forgotten after {manifest.forgot} train steps")
         if layers is None:
             return Changes(layers=(), reason="a layer was merged, or training went back")
-        stacked = [before, *(read_version(self._to, own) for own in before.stands_on)][::-1]
-        changed = sum(own.num_rows for own in stacked[1:]) + sum(layer.num_rows for layer in layers)
+        stacked = [before, *(read_version(self._to, named_version) for named_version in before.stands_on)][::-1]
+        changed = sum(version.num_rows for version in stacked[1:]) + sum(layer.num_rows for layer in layers)
         if len(stacked) == MOST_STACKED:
             return Changes(layers=layers, reason=f"{MOST_STACKED} versions are stacked")
         if 2 * changed > stacked[0].num_rows:
@@ -287,13 +294,14 @@ class Publisher:
             manifest=manifest,
             tables=tables,
             layers=manifest.layers if changes.reason else changes.layers,
+            whole=tables.in_files if changes.reason else (),
             changed=changes.layers,
             before=before,
             dtype=self._dtype,
         )
         partial.mkdir()
         assert tables.num_dense is not None, "such a checkpoint is refused"
-        below = () if changes.reason or before is None else tuple(own.file.named for own in before.versions[::-1])
+        below = () if changes.reason or before is None else tuple(opened.file.named for opened in before.versions[::-1])
         version = seal(
             VersionFile(
                 version=FORMAT,
@@ -339,7 +347,9 @@ class Publisher:
         return sorted(int(match[1]) for path in self._to.iterdir() if (match := names.fullmatch(path.name)))
 
     def _versions(self) -> list[int]:
-        return [own for own in self._numbers(FOLDER_NAME) if (self._to / version_name(own) / VERSION_NAME).exists()]
+        return [
+            number for number in self._numbers(FOLDER_NAME) if (self._to / version_name(number) / VERSION_NAME).exists()
+        ]
 
     def _remove_old(self, newest: VersionFile) -> None:
         """Keeps the newest `keep` whole versions and what is after them. A damaged one counts as changed."""
@@ -347,7 +357,7 @@ class Publisher:
         for number in numbers:
             with suppress(DataError):
                 bases.append(read_version(self._to, Named(number, "")).base)
-        kept = sorted({own for own in bases if own <= newest.base})[-self._keep :]
+        kept = sorted({number for number in bases if number <= newest.base})[-self._keep :]
         for number in numbers:
             if number < kept[0]:
                 self._remove(self._to / version_name(number))
@@ -369,11 +379,11 @@ def what_stays(folder: Path) -> str:
     its files open keep them. Raises OSError."""
     if folder.is_symlink() or not folder.is_dir():
         return "it is a link or no folder"
-    own = own_files_in(folder, OWN_FILE)
-    named = [path for path in own if path.name == VERSION_NAME and RUN_ID.search(path.read_bytes())]  # maybe damaged
+    files = own_files_in(folder, OWN_FILE)
+    named = [path for path in files if path.name == VERSION_NAME and RUN_ID.search(path.read_bytes())]  # maybe damaged
     if FOLDER_NAME.fullmatch(folder.name) and not named:
         return f"its {VERSION_NAME} is of no publisher"
-    for path in sorted(own, key=lambda path: path.name == VERSION_NAME):  # last: it says whose the rest is
+    for path in sorted(files, key=lambda path: path.name == VERSION_NAME):  # last: it says whose the rest is
         path.unlink(missing_ok=True)
     foreign = [path.name for path in sorted(folder.iterdir())]
     if not foreign:
@@ -388,15 +398,15 @@ def layer_name(layer: RowLayer) -> str:
 
 def layers_since(manifest: Manifest, before: VersionFile) -> tuple[RowLayer, ...] | None:
     """Returns the layers of all shards with what changed since a version; None if they are not known."""
-    found: list[RowLayer] = []
+    layers: list[RowLayer] = []
     for number, shard in enumerate(manifest.shards):
         names = [layer_name(layer) for layer in shard.layers]
         known = list(before.layers[number]) if len(manifest.shards) == len(before.layers) else []
         after = [index for index, layer in enumerate(shard.layers) if layer.after == before.checkpoint]
         if known and names[: len(known)] == known:
-            found += shard.layers[len(known) :]
+            layers += shard.layers[len(known) :]
         elif after:
-            found += shard.layers[after[0] :]
+            layers += shard.layers[after[0] :]
         else:
             return None
-    return tuple(found)
+    return tuple(layers)

@@ -7,7 +7,7 @@ hash by value        text, integers, floats and booleans: the same with data.col
 hash by value 2      the same by rule 2 of data.columns.value_rule
 remainder            of Criteo's hashes, 0 to 2**32 - 1, by num_embeddings; missing: row 0
 unsigned remainder   the same of all bits of an integer, as in npy files
-buckets              of numbers, prepared as in training: `readers/prepare.py`
+buckets              of numbers or times, prepared as in training: `prefetcher/readers/arrow_rows.py`
 row                  the id is the row; data.on_invalid_id decides about others and missing ones
 """
 
@@ -22,13 +22,13 @@ from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import Rules, bucket_ids, prepared
 from rowcast.prefetcher.readers.hashed_ids import Inexact, can_hash, hashed_rows, is_text
-from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, ByValue, Feature, job_features
+from rowcast.prefetcher.readers.id_check import LARGEST_ID, MISSING, ByValue, CheckedFeature, job_features
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import DataError
 from rowcast.serving import index_loops
 from rowcast.serving.version_file import IdRule, Rule
 
-HASHES: dict[Rule, tuple[ByValue, str]] = {  # rule -> `Feature.by_value`, what was hashed
+HASHES: dict[Rule, tuple[ByValue, str]] = {  # rule -> `CheckedFeature.by_value`, what was hashed
     "hash": (False, "text or integers"),
     "hash of text": (False, "text"),
     "hash of integers": (False, "integers"),
@@ -55,7 +55,7 @@ def id_rules(job: Job, types: Mapping[str, str]) -> tuple[IdRule, ...]:
     )
 
 
-def rule_of(form: str, feature: Feature, kind: str, *, unsigned: bool) -> Rule:
+def rule_of(form: str, feature: CheckedFeature, kind: str, *, unsigned: bool) -> Rule:
     if feature.hashed and feature.by_value:
         return "hash by value" if feature.by_value == "earlier" else "hash by value 2"
     if feature.hashed:
@@ -75,7 +75,7 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any, prepare: Rules) -> I64:
     """
     values = arrow_of(rule, ids)
     if rule.rule == "buckets":
-        return bucket_ids(prepared_numbers(values, prepare, rule.feature), prepare[rule.feature].buckets)
+        return bucket_ids(prepared_numbers(values, prepare, rule.feature), prepare[rule.feature].bounds)
     if rule.rule in HASHES:
         by_value, needed = HASHES[rule.rule]
         others = {"text": pa.types.is_integer, "integers": is_text}.get(needed, pa.types.is_null)
@@ -89,8 +89,12 @@ def rows_of(rule: IdRule, num_embeddings: int, ids: Any, prepare: Rules) -> I64:
         return rows
     if rule.rule == "unsigned remainder":
         return unsigned_remainders(rule, num_embeddings, values)
-    found = integers(rule, values)
-    return remainders(rule, num_embeddings, found) if rule.rule == "remainder" else checked(rule, num_embeddings, found)
+    rows_given = integers(rule, values)
+    return (
+        remainders(rule, num_embeddings, rows_given)
+        if rule.rule == "remainder"
+        else checked(rule, num_embeddings, rows_given)
+    )
 
 
 def prepared_numbers(values: Any, prepare: Rules, name: str) -> npt.NDArray[Any]:
@@ -118,10 +122,10 @@ def integers(rule: IdRule, values: Any) -> I64:
     if not pa.types.is_integer(values.type):
         raise ValueError(f"feature {rule.feature}: ids are {values.type}, but training read integers")
     try:
-        found: I64 = values.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
+        ids: I64 = values.cast(pa.int64()).fill_null(MISSING).to_numpy(zero_copy_only=False)
     except pa.ArrowInvalid:
         raise ValueError(f"feature {rule.feature}: an id is beyond {LARGEST_ID}, the largest int64") from None
-    return found
+    return ids
 
 
 def unsigned_remainders(rule: IdRule, num_embeddings: int, values: Any) -> I64:

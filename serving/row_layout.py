@@ -43,18 +43,18 @@ def encoded(layout: RowLayout, rows: I64, values: F32) -> Bytes:
     out = np.zeros((len(rows), layout.stride), np.uint8)
     words = out.view(np.float32)
     out.view(np.int64)[:, 0] = rows
-    own = values[:, : layout.dim]
+    weights = values[:, : layout.dim]
     if layout.kind == INT8:
-        least, scale = ranges(own)
+        least, scale = ranges(weights)
         steps = np.where(scale > 0, scale, np.float32(1))[:, None]
         words[:, 2], words[:, 3] = scale, least
-        levels = np.rint((own - least[:, None]) / steps)
+        levels = np.rint((weights - least[:, None]) / steps)
         out[:, layout.values_at : layout.values_at + layout.dim] = np.minimum(levels, LEVELS)
     elif layout.kind == FP16:
         with np.errstate(over="ignore"):
-            out.view(np.float16)[:, layout.values_at // 2 :][:, : layout.dim] = own
+            out.view(np.float16)[:, layout.values_at // 2 :][:, : layout.dim] = weights
     else:
-        words[:, layout.values_at // 4 :][:, : layout.dim] = own
+        words[:, layout.values_at // 4 :][:, : layout.dim] = weights
     if layout.linear_at:
         words[:, layout.linear_at // 4] = values[:, layout.dim]
     return out
@@ -71,11 +71,11 @@ def ranges(values: F32) -> tuple[F32, F32]:
 
 def holds(layout: RowLayout, values: F32) -> Bools:
     """Returns bool [n]: whether the dtype can hold the row, and all of the row is finite."""
-    own, finite = values[:, : layout.dim], np.asarray(np.isfinite(values).all(axis=1))
+    weights, finite = values[:, : layout.dim], np.asarray(np.isfinite(values).all(axis=1))
     if layout.kind == FP16:
         with np.errstate(over="ignore"):
-            rounded = own.astype(np.float16)
+            rounded = weights.astype(np.float16)
         return np.asarray(finite & np.isfinite(rounded).all(axis=1))
     if layout.kind == INT8:
-        return np.asarray(finite & np.isfinite(ranges(own)[1]))
+        return np.asarray(finite & np.isfinite(ranges(weights)[1]))
     return finite

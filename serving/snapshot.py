@@ -24,9 +24,9 @@ from rowcast.prefetcher.readers.id_check import (
     lookup_location,
     require_weights,
 )
-from rowcast.prefetcher.stores.elements import rounded, widened
+from rowcast.prefetcher.stores.records import rounded, widened
 from rowcast.prefetcher.stores.store import ABSENT
-from rowcast.protocol.first_values import table_initializer
+from rowcast.protocol.first_values import Initializer
 from rowcast.runtime.arrays import F32, I64, U64, Bytes
 from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import ConfigError, DataError
@@ -52,7 +52,7 @@ from rowcast.serving.version_file import (
     CHECK_BYTES,
     DENSE_NAME,
     VERSION_NAME,
-    CheckedFile,
+    FileChecksums,
     IdRule,
     Named,
     ServedJob,
@@ -76,7 +76,7 @@ CHECKS = ("changed", "all")
 
 
 @dataclass(slots=True)
-class Counts:
+class LookupCounts:
     """Of all look-ups since the model was opened."""
 
     lookups: int = 0
@@ -99,11 +99,11 @@ class OpenVersion:
         DataError and OSError."""
         self.file = file
         self.path = folder / version_name(file.number)
-        for own in file.files:
-            if check == "all" or not file.is_whole or own.name.endswith(".index"):
-                check_file(self.path, own)
+        for checked in file.files:
+            if check == "all" or not file.is_whole or checked.name.endswith(".index"):
+                check_file(self.path, checked)
             else:
-                check_size(self.path, own)
+                check_size(self.path, checked)
         self._maps: list[mmap.mmap] = []
         self.rows = [self._mapped(table.rows) for table in file.tables]
         self.indexes = [self._index(table) for table in file.tables]
@@ -127,14 +127,14 @@ class OpenVersion:
             )
         return index
 
-    def _mapped(self, own: CheckedFile) -> Bytes:
+    def _mapped(self, checked: FileChecksums) -> Bytes:
         """Returns u8 [nbytes], mapped for reading at random."""
-        if not own.nbytes:
+        if not checked.nbytes:
             return np.empty(0, np.uint8)
-        with open_regular(self.path / own.name) as file:
-            if os.fstat(file.fileno()).st_size != own.nbytes:
-                raise DataError(f"{self.path / own.name}: its size has changed; copy versions by rename only")
-            memory = mmap.mmap(file.fileno(), own.nbytes, prot=mmap.PROT_READ)
+        with open_regular(self.path / checked.name) as file:
+            if os.fstat(file.fileno()).st_size != checked.nbytes:
+                raise DataError(f"{self.path / checked.name}: its size has changed; copy versions by rename only")
+            memory = mmap.mmap(file.fileno(), checked.nbytes, prot=mmap.PROT_READ)
         memory.madvise(mmap.MADV_RANDOM)
         self._maps.append(memory)
         return np.frombuffer(memory, np.uint8)
@@ -148,19 +148,19 @@ class OpenVersion:
 class TableView:
     """One table in several versions."""
 
-    def __init__(self, table: TableSpec, seed: int, versions: list[OpenVersion]) -> None:
-        """`versions`: newest first, the last is whole."""
+    def __init__(self, table: TableSpec, first: Initializer, versions: list[OpenVersion]) -> None:
+        """`first`: makes rows that no version has. `versions`: newest first, the last is whole."""
         self.table = table
-        self._files = [own.rows[table.index] for own in versions]
+        self._files = [version.rows[table.index] for version in versions]
         layout = row_layout(versions[0].file.dtype, table)
-        counts = [own.file.tables[table.index].num_rows for own in versions]
+        counts = [version.file.tables[table.index].num_rows for version in versions]
         self.starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         cells = num_cells(int(self.starts[-2])) if len(versions) > 1 else 0
         self._joined = Index(np.zeros(cells, np.uint32), np.zeros(cells, np.uint16)) if cells else NOTHING
         self._whole = versions[-1].indexes[table.index]
         self._addresses = np.array([file.ctypes.data for file in self._files], np.uint64)
         given = (self._joined, self._whole, self.starts, self._addresses)
-        self.words = words_of(*given, table.num_embeddings, layout, table_initializer(seed, table))
+        self.words = words_of(*given, table.num_embeddings, layout, first)
         self._stride = layout.stride
         for version, at, end in zip(
             versions[:-1], self.starts.tolist(), self.starts.tolist()[1:], strict=False
@@ -198,16 +198,16 @@ class TableView:
     def warm(self, nbytes: int) -> None:
         """Reads that many bytes of the newest rows."""
         for file in self._files:
-            own, nbytes = file[:nbytes], max(0, nbytes - len(file))
-            if len(own):
-                count = np.arange(-(-len(own) // PAGE))
-                whole_pages = count[: len(own) // PAGE]
-                ask_for(own, 0, PAGE, whole_pages)
-                own[::PAGE].max()
+            part, nbytes = file[:nbytes], max(0, nbytes - len(file))
+            if len(part):
+                count = np.arange(-(-len(part) // PAGE))
+                whole_pages = count[: len(part) // PAGE]
+                ask_for(part, 0, PAGE, whole_pages)
+                part[::PAGE].max()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Feature:
+class ServedFeature:
     """What a look-up needs of a feature."""
 
     rule: IdRule
@@ -221,22 +221,24 @@ class Feature:
         return rows_of(self.rule, self.view.table.num_embeddings, ids, self.prepare)
 
 
-def looked_up(features: list[Feature], given: list[I64], rules: list[int], words: U64, counts: Counts) -> list[F32]:
+def looked_up(
+    features: list[ServedFeature], given: list[I64], rules: list[int], words: U64, counts: LookupCounts
+) -> list[F32]:
     """Returns f32 [n, width] for each of `features`: the rows of ids i64 [n] by its rule (`to_rows`).
 
     `words`: those of the features' tables, u64 [features, WORDS].
     """
     bounds, ends, rows = [0], [0], list[F32]()
-    for one, own in zip(features, given, strict=True):
-        bounds.append(bounds[-1] + len(own))
-        ends.append(ends[-1] + len(own) * one.view.table.embedding_dim)
+    for one, ids in zip(features, given, strict=True):
+        bounds.append(bounds[-1] + len(ids))
+        ends.append(ends[-1] + len(ids) * one.view.table.embedding_dim)
     numbers, places, trained = np.concatenate(given), np.empty(bounds[-1], np.int64), np.empty(len(given), np.int64)
     out, own_rules, waited = np.empty(ends[-1], np.float32), np.array(rules), 0
     call = (words, np.array(bounds), HALVES, numbers, places, trained, out)
-    while (found := look_up(own_rules, np.empty(1, np.uint8), *call)) >= 0:
-        numbers[bounds[found] : bounds[found + 1]] = features[found].rows(given[found])
-        own_rules[found] = AS_IS
-    if found == PAGES_MISSING:
+    while (place := look_up(own_rules, np.empty(1, np.uint8), *call)) >= 0:
+        numbers[bounds[place] : bounds[place + 1]] = features[place].rows(given[place])
+        own_rules[place] = AS_IS
+    if place == PAGES_MISSING:
         parts = [one.view.ask_for(places[at:end]) for one, at, end in zip(features, bounds, bounds[1:], strict=False)]
         for one, asked in zip(features, parts, strict=True):
             one.view.wait_for(asked)
@@ -255,14 +257,14 @@ def looked_up(features: list[Feature], given: list[I64], rules: list[int], words
 class Snapshot:
     """One version. `version` says which step of which run it is."""
 
-    def __init__(self, versions: list[OpenVersion], job: ServedJob, counts: Counts) -> None:
+    def __init__(self, versions: list[OpenVersion], job: ServedJob, counts: LookupCounts) -> None:
         """`versions`: newest first, the last is whole."""
         self.version = versions[0].file
         self.versions = versions
         self._counts, self._prepare, self._gradients = counts, job.prepare, job.gradients
-        self.tables = {table.name: TableView(table, job.seed, versions) for table in job.tables}
+        self.tables = {table.name: TableView(table, job.first(table), versions) for table in job.tables}
         self._features = {
-            rule.feature: Feature(
+            rule.feature: ServedFeature(
                 rule=rule,
                 view=self.tables[rule.table],
                 number=number,
@@ -298,12 +300,14 @@ class Snapshot:
 
     def look_up(self, ids: Mapping[str, Any]) -> dict[str, F32]:
         """Returns `rows` of several features, in one call: cheaper than a call for each."""
-        features, given, rules = list[Feature](), list[I64](), list[int]()
-        for name, own in ids.items():
+        features, given, rules = list[ServedFeature](), list[I64](), list[int]()
+        for name, given_ids in ids.items():
             one = self._of(name)
-            is_quick = type(own) is np.ndarray and own.dtype == INT64 and own.ndim == 1  # a masked array is not
+            is_quick = (
+                type(given_ids) is np.ndarray and given_ids.dtype == INT64 and given_ids.ndim == 1
+            )  # a masked array is not
             rules.append(one.division if is_quick else AS_IS)
-            given.append(own if rules[-1] != AS_IS else one.rows(own))
+            given.append(given_ids if rules[-1] != AS_IS else one.rows(given_ids))
             features.append(one)
         if not features:
             return {}
@@ -321,21 +325,21 @@ class Snapshot:
         view = one.view
         if view.table.pooling == "none":
             raise ValueError(f'feature {feature}: table {view.table.name} has pooling = "none"; take rows')
-        found = self.rows(feature, ids)
+        rows = self.rows(feature, ids)
         bounds = numbers_of(offsets, "iu", f"{where}: offsets are not integers").astype(np.int64)
         given = NO_WEIGHTS if weights is None else numbers_of(weights, "biuf", f"{where}: weights are not numbers")
         if not len(bounds):
             raise ValueError(f"{where}: offsets are empty; give one more than bags")
         try:
             require_weights(one.is_weighted, weights is not None, where)
-            check_offsets(bounds, len(found), where)
+            check_offsets(bounds, len(rows), where)
             own = check_dense(given[:, None], ["weights"], lookup_location(where, 0))[:, 0]
         except DataError as error:
             raise ValueError(str(error)) from None
-        if weights is not None and len(own) != len(found):
-            raise ValueError(f"{where}: {len(own)} weights for {len(found)} ids")
-        out = np.empty((len(bounds) - 1, found.shape[1]), np.float32)
-        pool(found, bounds, own, view.table.pooling == "mean", out)
+        if weights is not None and len(own) != len(rows):
+            raise ValueError(f"{where}: {len(own)} weights for {len(rows)} ids")
+        out = np.empty((len(bounds) - 1, rows.shape[1]), np.float32)
+        pool(rows, bounds, own, view.table.pooling == "mean", out)
         return self.taken(out)
 
     def taken(self, looked_up: F32) -> F32:
@@ -345,14 +349,15 @@ class Snapshot:
     def dense_features(self, columns: Mapping[str, Any]) -> F32:
         """Returns n samples' dense features in the model's order, f32 [n, num_dense], prepared as in training.
 
-        `columns`: n numbers, or texts that the job maps, for each column of data.columns.dense, as in the training
-        data; None or NaN is missing. Raises KeyError for a column that is not given, ValueError for a value that
-        training would have refused.
+        `columns`: n numbers, texts that the job maps, or times, for each column of data.columns.dense, as in the
+        training data; None or NaN is missing. Raises KeyError for a column that is not given, ValueError for a value
+        that training would have refused.
         """
         names = self.job.data.columns.dense or dense_names(self.version.num_dense)
-        own = [prepared_numbers(columns[name], self._prepare, name) for name in names]
+        sources = {name: rule.of for name, rule in self._prepare.items() if rule.of}
+        columns_of = [prepared_numbers(columns[sources.get(name, name)], self._prepare, name) for name in names]
         try:
-            return check_dense(np.stack(own, axis=1), names, lambda i: f"sample {i}")
+            return check_dense(np.stack(columns_of, axis=1), names, lambda i: f"sample {i}")
         except (DataError, ValueError) as error:
             raise ValueError(str(error)) from None
 
@@ -369,9 +374,9 @@ class Snapshot:
         numbers = version.rows[view.table.index].view(np.int64).reshape(-1, files.stride // 8)[:, 0]
         for first in range(0, len(numbers), BLOCK_ROWS):
             rows = numbers[first : first + BLOCK_ROWS].copy()
-            yield rows, looked_up([feature], [rows], [AS_IS], view.words[None], Counts())[0]
+            yield rows, looked_up([feature], [rows], [AS_IS], view.words[None], LookupCounts())[0]
 
-    def _of(self, feature: str) -> Feature:
+    def _of(self, feature: str) -> ServedFeature:
         try:
             return self._features[feature]
         except KeyError:
@@ -389,12 +394,12 @@ def numbers_of(values: Any, kinds: str, wrong: str) -> Any:
     return np.ascontiguousarray(array)
 
 
-def open_snapshot(folder: Path, named: Named, before: "Snapshot | None", check: str, counts: Counts) -> Snapshot:
+def open_snapshot(folder: Path, named: Named, before: "Snapshot | None", check: str, counts: LookupCounts) -> Snapshot:
     """Opens a version. Takes what `before` has already open. Raises DataError."""
     newest = read_version(folder, named)
-    files = [newest, *(read_version(folder, own) for own in newest.stands_on)]
+    files = [newest, *(read_version(folder, named_version) for named_version in newest.stands_on)]
     job = check_chain(folder, files)
-    held = {} if before is None else {own.file.checksum: own for own in before.versions}
+    held = {} if before is None else {opened.file.checksum: opened for opened in before.versions}
     try:
         return Snapshot([held.get(file.checksum) or OpenVersion(folder, file, check) for file in files], job, counts)
     except OSError as error:
@@ -414,13 +419,13 @@ def check_chain(folder: Path, files: list[VersionFile]) -> ServedJob:
     layout = [(table.name, row_layout(newest.dtype, table).stride) for table in job.tables]
     expected = newest.run_id, newest.dtype, newest.base, layout
     for file in files:
-        found = file.run_id, file.dtype, file.base, [(table.name, table.stride) for table in file.tables]
+        has = file.run_id, file.dtype, file.base, [(table.name, table.stride) for table in file.tables]
         path = folder / version_name(file.number) / VERSION_NAME
-        for name, own, needed in zip(("run_id", "dtype", "base", "tables"), found, expected, strict=True):
-            if own != needed:
+        for name, value, needed in zip(("run_id", "dtype", "base", "tables"), has, expected, strict=True):
+            if value != needed:
                 raise DataError(
-                    f"{path}: {name} is {own}, but version {newest.number} needs {needed}; copy both from one folder, "
-                    "or write a whole version by `rowcast publish --check`"
+                    f"{path}: {name} is {value}, but version {newest.number} needs {needed}; copy both from one folder"
+                    ", or write a whole version by `rowcast publish --check`"
                 )
         for table, spec in zip(file.tables, job.tables, strict=True):
             if table.num_rows > spec.num_embeddings:

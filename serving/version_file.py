@@ -13,7 +13,7 @@ they have numbers in a row.
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,9 +27,11 @@ from rowcast.job.formats import Columns, Prepare
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of
 from rowcast.prefetcher.readers.arrow_rows import Rules
-from rowcast.runtime.checkpoint_manifest import CHECKSUM, Position, check_position
-from rowcast.runtime.disk import Sealed, open_regular, read_sealed
+from rowcast.protocol.first_values import Initializer, rule_initializer, table_initializer
+from rowcast.runtime.checkpoint_manifest import Position, check_position
+from rowcast.runtime.disk import CHECKSUM, Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.first_values import RowRule
 from rowcast.serving.index_loops import CELL_BYTES, num_cells
 from rowcast.serving.row_layout import DType
 
@@ -58,7 +60,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pass
 
 
-class CheckedFile(Part, frozen=True, kw_only=True):
+class FileChecksums(Part, frozen=True, kw_only=True):
     name: str
     nbytes: int
     checksums: tuple[str, ...]  # xxh3_64 of each CHECK_BYTES of the file, 16 hex digits
@@ -68,7 +70,7 @@ class CheckedFile(Part, frozen=True, kw_only=True):
             raise ValueError(f"{self.name!r} is not the name of a file of a version")
         if self.nbytes < 0 or len(self.checksums) != -(-self.nbytes // CHECK_BYTES):
             raise ValueError(f"{self.name}: {len(self.checksums)} checksums of {self.nbytes} bytes are impossible")
-        if not all(CHECKSUM.fullmatch(own) for own in self.checksums):
+        if not all(CHECKSUM.fullmatch(checksum) for checksum in self.checksums):
             raise ValueError(f"{self.name}: a checksum is not 16 hex digits")
 
 
@@ -85,8 +87,8 @@ class TableFiles(Part, frozen=True, kw_only=True):
     name: str
     num_rows: int
     stride: int
-    rows: CheckedFile
-    index: CheckedFile
+    rows: FileChecksums
+    index: FileChecksums
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_rows < 2**32 or self.rows.nbytes != self.num_rows * self.stride:
@@ -110,12 +112,12 @@ class VersionFile(Sealed, frozen=True, kw_only=True):
     num_dense: int  # dense features per sample
     ids: tuple[IdRule, ...]
     tables: tuple[TableFiles, ...]  # in the job's order
-    dense: CheckedFile
+    dense: FileChecksums
     job: dict[str, Any]  # complete and checked: tables, first values, seed, model
 
     def __post_init__(self) -> None:
         check_position(self.position)
-        numbers = [*(own.number for own in self.stands_on[::-1]), self.number]
+        numbers = [*(stood_on.number for stood_on in self.stands_on[::-1]), self.number]
         if numbers[0] != self.base or self.base < 1 or len(numbers) > MOST_STACKED or numbers != sorted(set(numbers)):
             raise ValueError(f"version {self.number} on versions {numbers[:-1]} and the whole version {self.base}")
         if not self.num_dense >= 0:
@@ -135,7 +137,9 @@ class VersionFile(Sealed, frozen=True, kw_only=True):
         """The versions below it, newest first."""
         if self.is_bound:
             return list(self.below[::-1])
-        return [Named(own, "") for own in range(self.number - 1, max(self.base, self.number - MOST_STACKED) - 1, -1)]
+        return [
+            Named(number, "") for number in range(self.number - 1, max(self.base, self.number - MOST_STACKED) - 1, -1)
+        ]
 
     @property
     def is_whole(self) -> bool:
@@ -150,7 +154,7 @@ class VersionFile(Sealed, frozen=True, kw_only=True):
         return sum(table.num_rows for table in self.tables)
 
     @property
-    def files(self) -> Iterator[CheckedFile]:
+    def files(self) -> Iterator[FileChecksums]:
         for table in self.tables:
             yield table.rows
             yield table.index
@@ -169,17 +173,17 @@ def read_version(folder: Path, named: Named) -> VersionFile:
     """Raises DataError if the file is missing, changed or of another format, or of another version than the named."""
     path = folder / version_name(named.number) / VERSION_NAME
     try:
-        found = read_sealed(path, {1: VersionFile, FORMAT: VersionFile}, "version")
+        version = read_sealed(path, {1: VersionFile, FORMAT: VersionFile}, "version")
     except OSError as error:
         raise unreadable(path, error) from None
-    if found.number != named.number:
-        raise DataError(f"{path}: version {found.number} is in the folder of another")
-    if found.checksum != (named.checksum or found.checksum):
+    if version.number != named.number:
+        raise DataError(f"{path}: version {version.number} is in the folder of another")
+    if version.checksum != (named.checksum or version.checksum):
         raise DataError(
-            f"{path}: the version has checksum {found.checksum}, but what names it says {named.checksum}: another "
+            f"{path}: the version has checksum {version.checksum}, but what names it says {named.checksum}: another "
             "version took its place; `rowcast publish --check` writes a whole version"
         )
-    return found
+    return version
 
 
 def read_current(folder: Path) -> Named:
@@ -214,19 +218,19 @@ def checksums_of(path: Path) -> tuple[str, ...]:
     return tuple(xxhash.xxh3_64_hexdigest(block) for block in blocks_of(path))
 
 
-def check_file(folder: Path, file: CheckedFile) -> None:
+def check_file(folder: Path, file: FileChecksums) -> None:
     """Reads a file. Raises DataError with the first block that differs, and OSError."""
     path = folder / file.name
     check_size(folder, file)
-    for number, (own, expected) in enumerate(zip(checksums_of(path), file.checksums, strict=False)):
-        if own != expected:
+    for number, (checksum, expected) in enumerate(zip(checksums_of(path), file.checksums, strict=False)):
+        if checksum != expected:
             raise DataError(
-                f"{path}: block {number} of {CHECK_BYTES} bytes has checksum {own}, but version.json says {expected}; "
-                "`rowcast publish --check` writes a whole version"
+                f"{path}: block {number} of {CHECK_BYTES} bytes has checksum {checksum}, but version.json says "
+                f"{expected}; `rowcast publish --check` writes a whole version"
             )
 
 
-def check_size(folder: Path, file: CheckedFile) -> None:
+def check_size(folder: Path, file: FileChecksums) -> None:
     path = folder / file.name
     size = path.stat().st_size
     if size != file.nbytes:
@@ -246,6 +250,11 @@ class ServedJob:
     weighted: frozenset[str]  # features that were trained with weights
     prepare: Rules  # of columns
     gradients: RowType  # `ranks.gradients`
+    rules: Mapping[str, RowRule]  # of tables that the job's seed does not decide, by name
+
+    def first(self, table: TableSpec) -> Initializer:
+        rule = self.rules.get(table.name)
+        return table_initializer(self.seed, table) if rule is None else rule_initializer(rule)
 
 
 class ServedTable(ParameterTable, frozen=True, kw_only=True, forbid_unknown_fields=False):
@@ -255,7 +264,8 @@ class ServedTable(ParameterTable, frozen=True, kw_only=True, forbid_unknown_fiel
 def served_job(content: dict[str, Any]) -> ServedJob:
     """Raises ValueError."""
     try:
-        tables: list[Table] = [*msgspec.convert(content["tables"], tuple[ServedTable, ...])]
+        served = msgspec.convert(content["tables"], tuple[ServedTable, ...])
+        tables: list[Table] = [*served]
         given = content["data"]["columns"]
         prepare = msgspec.convert(
             given.get("prepare", {}), dict[str, Prepare]
@@ -268,5 +278,10 @@ def served_job(content: dict[str, Any]) -> ServedJob:
         raise ValueError(f"not a job ({type(error).__name__}: {error})") from None
     tables_of = specs_of(tables, frozenset())
     return ServedJob(
-        seed=seed, tables=tables_of, weighted=frozenset(columns.weights), prepare=prepare, gradients=gradients
+        seed=seed,
+        tables=tables_of,
+        weighted=frozenset(columns.weights),
+        prepare=prepare,
+        gradients=gradients,
+        rules={table.name: table.rule for table in served if table.rule is not None},
     )

@@ -8,17 +8,16 @@ import mmap
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from rowcast.job.tables import GroupSpec, TableSpec
-from rowcast.prefetcher.checkpoints.export import Block, SavedModelState, TrainedRows
+from rowcast.prefetcher.checkpoints.export import Block, CheckpointRows, SavedModelState
 from rowcast.prefetcher.checkpoints.saved_tables import SavedTables
-from rowcast.prefetcher.checkpoints.tensor_files import make_header
-from rowcast.prefetcher.stores.elements import elements_of, widened
+from rowcast.prefetcher.stores.records import elements_of, widened
 from rowcast.prefetcher.stores.store import ABSENT, Records
 from rowcast.runtime.arrays import F32, I64, U32, Bytes
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer
@@ -26,15 +25,16 @@ from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
+from rowcast.runtime.tensor_file import make_header
 from rowcast.serving.index_loops import CELL_BYTES, Index, num_cells, put_all
 from rowcast.serving.row_layout import DType, encoded, holds, row_layout
 from rowcast.serving.snapshot import Snapshot
-from rowcast.serving.version_file import DENSE_NAME, CheckedFile, TableFiles, checksums_of
+from rowcast.serving.version_file import DENSE_NAME, FileChecksums, TableFiles, checksums_of
 
 STAYS, CHANGED = 1, 2  # 0: it is gone or outdated
 
 
-class Order:
+class FileOrder:
     """Gives each row of one table its place in a file: those that changed first, each part in the order it had before.
 
     before    c a e | b d           two versions, newest first; b and e change, f is new, d is gone
@@ -103,6 +103,7 @@ class Content:
     manifest: Manifest
     tables: SavedTables
     layers: tuple[RowLayer, ...]  # with all rows of the version
+    whole: Collection[int]  # tables of which it has every row, by index: no rule makes the first values
     changed: tuple[RowLayer, ...]  # of these, with the rows that changed since the version before
     before: Snapshot | None
     dtype: DType
@@ -119,11 +120,11 @@ class WritableFile:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
                 self.content = np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
 
-    def finish(self) -> CheckedFile:
+    def finish(self) -> FileChecksums:
         self.content = np.empty(0, np.uint8)  # unmapped with its last view
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
-        return CheckedFile(name=self.path.name, nbytes=self.nbytes, checksums=checksums_of(self.path))
+        return FileChecksums(name=self.path.name, nbytes=self.nbytes, checksums=checksums_of(self.path))
 
 
 def write_tables(folder: Path, content: Content) -> tuple[TableFiles, ...]:
@@ -138,13 +139,13 @@ def write_tables(folder: Path, content: Content) -> tuple[TableFiles, ...]:
 def trained(
     content: Content, layers: tuple[RowLayer, ...], group: GroupSpec
 ) -> Iterator[tuple[TableSpec, Iterator[Block]]]:
-    own = content.tables
-    return TrainedRows(content.root, layers, own.written, own.job.job.seed).tables(group)
+    own, whole = content.tables, content.whole if layers == content.layers else ()
+    return CheckpointRows(content.root, layers, own.written, own.first, whole).tables(group)
 
 
-def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, Order]]:
+def orders_of(content: Content, group: GroupSpec) -> list[tuple[TableSpec, FileOrder]]:
     orders = {
-        table.index: Order(0 if content.before is None else int(content.before.tables[table.name].starts[-1]))
+        table.index: FileOrder(0 if content.before is None else int(content.before.tables[table.name].starts[-1]))
         for table in group.tables
     }
     is_changed = content.changed == content.layers  # then one pass is enough
@@ -174,7 +175,7 @@ def places_before(content: Content, table: TableSpec, rows: I64) -> I64:
     return content.before.tables[table.name].places(rows)
 
 
-def check_room(folder: Path, content: Content, orders: dict[int, tuple[TableSpec, Order]]) -> None:
+def check_room(folder: Path, content: Content, orders: dict[int, tuple[TableSpec, FileOrder]]) -> None:
     assert content.manifest.dense is not None, "the checkpoint of a trained model has dense weights"
     needed = content.manifest.dense.nbytes + sum(
         order.num_rows * row_layout(content.dtype, table).stride + num_cells(order.num_rows) * CELL_BYTES
@@ -193,7 +194,7 @@ def no_room(folder: Path, needed: int, free: int) -> RowcastError:
 
 
 def write_group(
-    folder: Path, content: Content, group: GroupSpec, orders: dict[int, tuple[TableSpec, Order]]
+    folder: Path, content: Content, group: GroupSpec, orders: dict[int, tuple[TableSpec, FileOrder]]
 ) -> Iterator[tuple[int, TableFiles]]:
     for table, blocks in trained(content, content.layers, group):
         order, layout = orders[table.index][1], row_layout(content.dtype, table)
@@ -238,7 +239,7 @@ def weights_of(group: GroupSpec, records: Records) -> F32:
     return widened(elements_of(np.ascontiguousarray(records), part), part.dtype)
 
 
-def write_dense(folder: Path, content: Content) -> CheckedFile:
+def write_dense(folder: Path, content: Content) -> FileChecksums:
     state = SavedModelState(content.root, content.manifest)
     if not state.tensors:
         raise DataError(f"{content.root / content.manifest.name} has no dense weights")
@@ -252,4 +253,4 @@ def write_dense(folder: Path, content: Content) -> CheckedFile:
         file.flush()
         os.fsync(file.fileno())
         nbytes = file.tell()
-    return CheckedFile(name=path.name, nbytes=nbytes, checksums=checksums_of(path))
+    return FileChecksums(name=path.name, nbytes=nbytes, checksums=checksums_of(path))

@@ -12,6 +12,7 @@ import structlog
 import torch
 from hypothesis import settings
 
+from tests.support.processes import Session
 from tests.support.starter import Starter
 from tests.support.uses import uses
 
@@ -57,6 +58,13 @@ def starter() -> Iterator[Starter]:
     """Starts commands without their imports; it is started when a test first asks for it."""
     with Starter() as starter:
         yield starter
+
+
+@pytest.fixture
+def session(tmp_path: Path, starter: Starter) -> Iterator[Session]:
+    """Its processes are forked from one that has imported everything."""
+    with Session(tmp_path, starter.launch) as session:
+        yield session
 
 
 @pytest.fixture

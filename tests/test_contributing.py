@@ -146,7 +146,7 @@ def test_a_key_of_its_own_has_its_range_in_the_sentence_and_on_the_page(title: s
     ended = train(tree, "refused", **settings)
     assert ended.returncode == 2
     assert f"{key} = {value} must be a {allowed}" in ended.stderr
-    page = run(tree, "-m", "rowcast.job.page")
+    page = run(tree, "-m", "benchmarks.job_page")
     assert re.search(rf"^\| `{name}` \| a {re.escape(allowed)} \|", page.stdout, re.MULTILINE)
 
 

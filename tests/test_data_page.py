@@ -90,30 +90,40 @@ def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
     )
     held_out = slice(len(labels) - len(labels) // 10, None)
     losses = -np.log(np.where(labels == 1, scores, 1 - scores))
-    assert report.logloss == pytest.approx(losses[held_out].mean(), abs=1e-5), "the evaluation of the run"
+    best = min(own.logloss for own in report.evaluations if own.logloss is not None)
+    assert best == pytest.approx(losses[held_out].mean(), abs=1e-5), "the best evaluation of the run"
 
 
 def test_the_python_of_the_page_makes_files_that_jobs_are_written_for(folder: Path) -> None:
-    pandas_way, pyarrow_way, _ = blocks("python")
+    pandas_way, _ = blocks("python")
     exec(pandas_way, {})
     assert len(pandas_way.splitlines()) <= 15
     shown = tomllib.loads(blocks("toml")[0])
-    for name, columns in (
-        ("clicks.parquet", shown["data"]["columns"]),
-        ("hours.csv", {"label": "clicked", "dense": ["price"]}),
-    ):
-        if name == "hours.csv":
-            exec(pyarrow_way, {})
-        result = CliRunner().invoke(app, ["new", "--data", name])
-        assert result.exit_code == 0, result.stderr
-        found = tomllib.loads(result.stdout)
-        assert columns == {name: found["data"]["columns"][name] for name in columns}
-        assert "hour" in {feature for table in found["tables"] for feature in table["features"]}
-        reader = open_reader(parse_job(found))
-        assert sum(batch.size for batch in reader.batches("train", 0)) == NUM_ROWS + 2 - (NUM_ROWS + 2) // 10
+    result, columns = CliRunner().invoke(app, ["new", "--data", "clicks.parquet"]), shown["data"]["columns"]
+    assert result.exit_code == 0, result.stderr
+    found = tomllib.loads(result.stdout)
+    assert columns == {name: found["data"]["columns"][name] for name in columns}
+    assert "hour" in {feature for table in found["tables"] for feature in table["features"]}
+    reader = open_reader(parse_job(found))
+    assert sum(batch.size for batch in reader.batches("train", 0)) == NUM_ROWS + 2 - (NUM_ROWS + 2) // 10
     written = tomllib.loads(CliRunner().invoke(app, ["new", "--data", "clicks.parquet"]).stdout)["data"]
     keys = set(shown["data"]) - {"columns"}
     assert {name: shown["data"][name] for name in keys} == {name: written[name] for name in keys}
+
+
+def test_the_clocks_of_the_page_are_those_of_the_file(folder: Path) -> None:
+    [shown] = [tomllib.loads(block) for block in blocks("toml") if "clock" in block]
+    data = {"format": "csv", "path": "clicks.csv", "batch_size": NUM_ROWS + 2, "columns": shown["data"]["columns"]}
+    content = {"job": {"run_dir": "unused"}, "data": data, "tables": shown["tables"], "cache": {"capacity": "1MiB"}}
+    content["tables"] += [shown["tables"][0] | {"name": name, "features": [name]} for name in ("weekday", "item")]
+    content |= {"model": {"kind": "dlrm", "bottom_mlp": [16], "top_mlp": [1]}}
+    content["optimizer"] = {"sparse": {"kind": "sgd", "lr": 0.1}, "dense": {"kind": "sgd", "lr": 0.1}}
+    [batch] = open_reader(parse_job(content)).batches("train", 0)
+    hours = pd.to_datetime(pd.read_csv("clicks.csv")["time"]).dt
+    features = batch.ids.reshape(3, batch.size)
+    assert (features[0] == hours.hour + 1).all()
+    assert (features[1] == hours.day_of_week + 1).all()
+    assert (batch.dense[:, 0] == (hours.normalize() - pd.Timestamp("2024-03-01")).dt.days).all()
 
 
 def test_the_rule_of_the_page_gives_the_rows_of_a_run(tmp_path: Path) -> None:

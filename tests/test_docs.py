@@ -10,8 +10,8 @@ import pytest
 
 import rowcast.prefetcher.pipeline.barrier
 import rowcast.trainer.step.barrier
+from benchmarks.job_page import page
 from rowcast.job.file import load_job
-from rowcast.job.page import page
 from rowcast.runtime.stages import StateTable
 from tests.support.batches import slots_for
 from tests.support.diagrams import barrier, conversation
@@ -36,7 +36,7 @@ def test_every_example_job_file_is_valid(job_file: Path) -> None:
 
 def test_the_page_of_the_job_file_is_that_of_the_schema() -> None:
     assert (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8") == page(), (
-        "run: python -m rowcast.job.page > docs/job-file.md"
+        "run: python -m benchmarks.job_page > docs/job-file.md"
     )
 
 
@@ -94,7 +94,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 OF_OTHERS = {"examples/adopt/patches/README.md"}  # whose commits are those of other projects
 A_RUN = "0123456789ab"  # stands for the name of one
-PAGES = [path for path in sorted(ROOT.glob("**/*.md")) if not {".venv", "node_modules"} & {*path.parts}]
+PAGES = [path for path in sorted(ROOT.glob("**/*.md")) if not {".venv", ".venv-bench", "node_modules"} & {*path.parts}]
 
 
 def git(*command: str, given: str = "") -> str:
@@ -108,7 +108,7 @@ def test_every_commit_that_a_page_or_a_sentence_names_exists() -> None:
     pages = [path for path in PAGES if str(path.relative_to(ROOT)) not in OF_OTHERS]
     named = {
         found: path.name
-        for path in [*pages, ROOT / "job" / "removed.py"]
+        for path in [*pages, ROOT / "job" / "section.py"]
         for found in re.findall(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b", path.read_text(encoding="utf-8"))
     }
     assert "4c36c62" in named

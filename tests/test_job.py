@@ -13,10 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from rowcast.command_line.prefetcher import app
-from rowcast.job import removed
 from rowcast.job.file import load_job, parse_job, parse_manifest_job
 from rowcast.job.schema import Job
-from rowcast.job.section import Section
+from rowcast.job.section import LAST_COMMIT, LATER, REMOVED, Section
 from rowcast.runtime.errors import ConfigError
 from tests.support.jobs import TABLES, job_content, write_job
 
@@ -584,9 +583,9 @@ def test_the_sentence_of(name: str) -> None:
 
 def test_a_name_that_is_gone_is_refused_with_what_replaces_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("store.kind = punched", "cache.magic", "run --lace", "knit"):
-        monkeypatch.setitem(removed.REMOVED, name, "remove it")
-    for name, replacement in removed.REMOVED.items():
-        sentence = f"{name} is gone: {replacement}; commit {removed.LAST_COMMIT} has it"
+        monkeypatch.setitem(REMOVED, name, "remove it")
+    for name, replacement in REMOVED.items():
+        sentence = f"{name} is gone: {replacement}; commit {LATER.get(name, LAST_COMMIT)} has it"
         path, _, value = name.partition(" = ")
         if "." in path:
             section, key = path.split(".")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.stores.stored_rows import StoredRows
+from rowcast.prefetcher.stores.memory_store import StoredRows
 from rowcast.runtime import machine
 from rowcast.runtime.machine import free_memory, mapped_bytes, usable_cores
 from rowcast.runtime.stages import ThreadPool

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from rowcast.runtime import compiled
-from rowcast.runtime.safe_files import is_private, unsafe_below, use_safe_caches
+from rowcast.runtime.disk import is_private, unsafe_below, use_safe_caches
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")

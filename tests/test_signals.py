@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.runtime.children import Child, start_child
-from rowcast.runtime.process import TOGETHER_S
+from rowcast.runtime.process import TOGETHER_S, Child, start_child
 from rowcast.runtime.stops import PASSED_ON
 from tests.support.processes import ROOT, proc_text
 
@@ -171,7 +170,7 @@ def test_a_child_that_has_just_been_started_keeps_a_signal() -> None:
 
 TIED = """
 import signal, sys
-from rowcast.runtime.children import stop_with_parent
+from rowcast.runtime.process import stop_with_parent
 from rowcast.runtime.stops import PASSED_ON, hold
 
 hold()
@@ -180,7 +179,7 @@ print(PASSED_ON in signal.sigpending())
 """
 PARENT = """
 import time
-from rowcast.runtime.children import start_child
+from rowcast.runtime.process import start_child
 
 print(start_child("child", "child", []).process.pid, flush=True)
 time.sleep(60)

@@ -12,7 +12,7 @@ from benchmarks.training.recorded import recorded_plans
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader, schedule

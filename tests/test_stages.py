@@ -3,8 +3,19 @@
 import threading
 from collections.abc import Callable
 
-from rowcast.runtime.crew import Crew
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell, Stage, StageThread
+import pytest
+
+from rowcast.runtime.stages import (
+    IDLE_WAIT_S,
+    MOST_POLL_S,
+    POLL_S,
+    Crew,
+    Doorbell,
+    Period,
+    Stage,
+    StageThread,
+    only_bells,
+)
 
 LONG_S = 60.0  # longer than a test takes
 
@@ -54,10 +65,10 @@ def test_many_threads_that_ring_at_once_wake_the_one_that_waits() -> None:
     assert not bell.hush()
 
 
-def timeouts_of(polls: Callable[[], bool] | None) -> set[float]:
+def timeouts_of(look_s: Callable[[], float]) -> set[float]:
     """The time-outs with which the thread of an idle stage waits."""
     bell, idled, errors = Bell(), threading.Event(), list[BaseException]()
-    thread = StageThread("idle", lambda: False, bell, errors.append, lambda seconds: idled.set(), polls=polls)
+    thread = StageThread("idle", lambda: False, bell, errors.append, lambda seconds: idled.set(), look_s=look_s)
     thread.start()
     assert idled.wait(LONG_S)
     thread.stop()
@@ -66,8 +77,19 @@ def timeouts_of(polls: Callable[[], bool] | None) -> set[float]:
 
 
 def test_a_stage_that_waits_for_a_device_is_asked_again_soon() -> None:
-    assert timeouts_of(None) == timeouts_of(lambda: False) == {IDLE_WAIT_S}
-    assert timeouts_of(lambda: True) == {POLL_S}
+    assert timeouts_of(only_bells) == {IDLE_WAIT_S}
+    assert timeouts_of(look_s=lambda: POLL_S) == {POLL_S}
+
+
+@pytest.mark.parametrize(
+    ("step_s", "look_s"), [(0.0, POLL_S), (0.001, POLL_S), (0.008, 0.0008), (0.04, 0.004), (20.0, MOST_POLL_S)]
+)
+def test_a_look_comes_after_a_tenth_of_a_step_within_limits(step_s: float, look_s: float) -> None:
+    period = Period()
+    assert period.look_s == POLL_S
+    for step in range(3):
+        period.ended(100 + step * step_s)
+    assert period.look_s == pytest.approx(look_s)
 
 
 def test_only_the_threads_that_a_cause_names_are_woken() -> None:

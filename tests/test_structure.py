@@ -1,6 +1,7 @@
 """Who may import whom, read from the source."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,14 +30,13 @@ FORBIDDEN = {  # package -> what it may not import
 }
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
-        "arrange batch first_values plan_layout",
-        "parts script_setup",
-        "messages",
-        "plan",
-        "codec counters order",
-        "session transport",
+        "batch first_values plan_layout",
+        "parts",
+        "messages plan",
+        "counters order",
+        "session",
+        "transport",
         "attempts conversation scrape",
-        "peer_watch",
     ),
     "prefetcher": ("planner readers stores", "pipeline", "checkpoints", "run", "__main__"),
     "serving": (
@@ -54,7 +54,7 @@ FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms
 }
 MOST_ARROWS = 18  # pairs of the trainer's rooms of which one imports the other
 GUEST = "analysis/estimate/"  # nobody imports it but the command line, tests and benchmarks
-MEASURES = f"{GUEST}rates/"  # runs the trainer's kernels
+MEASURES = (f"{GUEST}measure.py", f"{GUEST}overheads.py")  # run the trainer's kernels
 COMMAND_LINE = "command_line"  # above all rooms: it imports each by name, when its command is called
 FILES = {
     "numba": "runtime/compiled.py runtime/compiled.py",
@@ -191,3 +191,51 @@ def test_the_plain_loop_is_short_enough_to_be_read_as_the_promise_it_is() -> Non
     lines = {name: node.end_lineno - node.lineno + 1 for name, node in nodes.items() if name != "main"}  # type: ignore[operator]
     assert lines["PlainTable"] + lines["run_plain_loop"] <= 110
     assert sum(lines.values()) <= 145
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for package in OTHERS:
+        for file in source_files(package):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name.lstrip("_"), []).append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+VAGUE = ("own", "found")
+MOST_VAGUE = 5  # bindings in a file
+
+
+def bound(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def test_variables_have_the_fields_words() -> None:
+    counts = {
+        str(file.relative_to(ROOT)): sum(name in VAGUE for name in bound(ast.parse(file.read_text())))
+        for package in OTHERS
+        for file in source_files(package)
+    }
+    assert {file: count for file, count in counts.items() if count > MOST_VAGUE} == {}
+
+
+RECIPES = {"CONTRIBUTING.md", "CHANGELOG.md"}  # name files that a reader writes, or that left
+
+
+def test_every_file_that_a_page_or_a_sentence_names_exists() -> None:
+    product = [path for room in OTHERS for path in (ROOT / room).rglob("*.py")]
+    others = [path for room in ("rowcast", "tests", "benchmarks", "examples") for path in (ROOT / room).rglob("*.py")]
+    files = [f"/{path.relative_to(ROOT)}" for path in [*product, *others]]
+    named = {
+        name: path.name
+        for path in [*(ROOT / "docs").glob("*.md"), *ROOT.glob("*.md"), *product]
+        if path.name not in RECIPES
+        for name in re.findall(r"`([a-z_/]+\.py)`", path.read_text(encoding="utf-8"))
+    }
+    assert "trainer/step/sender.py" in named
+    assert {name: page for name, page in named.items() if not any(file.endswith(f"/{name}") for file in files)} == {}

@@ -41,10 +41,11 @@ pytestmark = pytest.mark.timeout(600)  # where the planner's loops are not compi
 
 QUICK_FINDINGS = """
 import json
+from pathlib import Path
 
 print(json.dumps({
-    "steps": [len(own.losses) for own in (run, longer, *runs.values())], "best": best,
-    "logloss": {rate: own.evaluations[-1]["logloss"] for rate, own in runs.items()},
+    "steps": len(once.losses), "ended": [len(trained.losses) for trained in (run, *runs.values())], "best": best,
+    "logloss": {rate: best_loss(trained) for rate, trained in runs.items()},
     "auc": float(auc(chance, late)), "share": float(late.mean()), "riskiest": float(late[riskiest].mean()),
     "files": sorted(path.name for path in Path().iterdir()),
 }))
@@ -125,12 +126,11 @@ def found(executed: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_quickstart_trains_predicts_and_compares_runs(installed: Path, tmp_path: Path) -> None:
     found = printed(run_notebook(QUICKSTART, QUICK_FINDINGS, installed, tmp_path))
-    steps, *others = found["steps"]
-    assert others == [3 * steps, *[steps] * 5]
+    assert all(3 * found["steps"] <= ended < 10 * found["steps"] for ended in found["ended"])
     assert found["auc"] > 0.6
     assert found["riskiest"] > 1.5 * found["share"]
     assert found["logloss"][str(found["best"])] == min(found["logloss"].values())
-    assert found["files"] == ["flights.csv", "job.toml", "runs"]
+    assert found["files"] == ["flights.csv", "runs"]
 
 
 def test_every_cell_runs_without_a_warning(executed: dict[str, Any]) -> None:

@@ -13,8 +13,11 @@ from typer import Option
 
 from rowcast.analysis.advise.cost import (
     Assumed,
+    Demand,
     Rates,
     cores_need,
+    cost,
+    demand,
     given_rates,
     probe_decoding,
     probe_planning,
@@ -22,24 +25,25 @@ from rowcast.analysis.advise.cost import (
 )
 from rowcast.analysis.advise.read import Observed, observe, what_was_read
 from rowcast.analysis.advise.recommend import (
+    MOST_STALLING,
     Advice,
+    CapacityChoice,
     ChosenValues,
     Point,
-    Points,
     Recommendation,
     enough_depth,
+    first_without,
+    knee,
     notes,
     parts,
     reasons,
     sections,
     toml,
 )
-from rowcast.analysis.advise.tiers import TierAdvice, TierTrials, Trials, capacity_slots, rounded_up
+from rowcast.analysis.advise.trials import Trials, capacity_slots, rounded_up
 from rowcast.analysis.show import AnalysisProgress, ProgressBar, show
-from rowcast.analysis.simulate.grid import with_values
-from rowcast.job.file import load_job
+from rowcast.job.file import load_job, with_values
 from rowcast.job.schema import Job
-from rowcast.job.stores import StoreWithTier
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.planner import SHARE
 from rowcast.prefetcher.readers.reader import Reader, expected_train_steps, open_reader, stream_columns
@@ -69,15 +73,12 @@ class AdviseOptions:
     gather_gbs: Annotated[
         float | None, Option(help="10^9 bytes/s of rows from and to the tables.", show_default="measured")
     ] = None
-    cold_rows_s: Annotated[
-        float | None, Option(help="Rows/s that the store's disk or servers give.", show_default="50000")
-    ] = None
     json: AsJson = False
 
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"--sample {self.sample}: give a share above 0, at most 1")
-        for name in ("step_ms", "link_gbs", "gather_gbs", "cold_rows_s"):
+        for name in ("step_ms", "link_gbs", "gather_gbs"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
@@ -95,7 +96,7 @@ def advise_job(
     observed = observe(job, reader, request.sample, request.max_steps, memory_bytes, tick)
     trials = Trials(observed, job, progress)
     rates = machine_rates(observed, job, request, trials.smallest, reader)
-    return Adviser(job, request, observed, rates, trials, progress).advice()
+    return Adviser(job, request, observed, rates, trials).advice()
 
 
 def machine_rates(observed: Observed, job: Job, request: AdviseOptions, capacity_bytes: int, reader: Reader) -> Rates:
@@ -120,35 +121,25 @@ def machine_rates(observed: Observed, job: Job, request: AdviseOptions, capacity
 
 
 class Adviser:
-    def __init__(
-        self,
-        job: Job,
-        request: AdviseOptions,
-        observed: Observed,
-        rates: Rates,
-        trials: Trials,
-        progress: AnalysisProgress,
-    ) -> None:
+    def __init__(self, job: Job, request: AdviseOptions, observed: Observed, rates: Rates, trials: Trials) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
-        self._progress = progress
         self._least_bytes = trials.smallest * (1 if request.max_steps is None else LARGER_BATCH)
-        self._step_ms, self._cold_rows_s = request.step_ms or STEP_MS, request.cold_rows_s
+        self._step_ms = request.step_ms or STEP_MS
         self._assumed = assumed(request, observed, rates)
-        self._points = Points(observed, trials, rates, self._step_ms / 1e3, job.lookahead.depth)
+        self._everything = self._demand(trials.capacities[-1])
 
     def advice(self) -> Advice:
         job, observed = self._job, self._observed
-        curve = self._points.curve()
-        choice = self._points.choice(curve)
+        curve = tuple(map(self._at, self._trials.capacities))
+        choice = self._choice(curve)
         capacity_bytes = rounded_up(max(choice.knee_bytes, choice.no_stall_bytes or 0, self._least_bytes))
-        predicted = self._points.at(capacity_bytes)
+        predicted = self._at(capacity_bytes)
         chosen = self._chosen(predicted)
-        tier = self._tier(capacity_bytes)
-        why = reasons(job, chosen, choice, tier)
+        why = reasons(job, chosen, choice)
         advice = Advice(
             read=what_was_read(observed),
             assumed=self._assumed,
-            cores=cores_need(self._points.demand(capacity_bytes), self._rates, self._step_ms / 1e3),
+            cores=cores_need(self._demand(capacity_bytes), self._rates, self._step_ms / 1e3),
             curve=curve,
             choice=choice,
             recommended=Recommendation(
@@ -156,30 +147,44 @@ class Adviser:
                 depth=chosen.depth,
                 id_bytes=None if chosen.id_bytes is None else size_text(chosen.id_bytes),
                 reasons=why,
-                toml=toml(sections(chosen, tier), why),
+                toml=toml(sections(chosen), why),
                 predicted=predicted,
             ),
-            tier=tier,
             notes=(),
         )
         return replace(advice, notes=tuple(notes(job, advice)))
 
-    def _tier(self, capacity_bytes: int) -> TierAdvice | None:
-        store = self._job.store
-        if not isinstance(store, StoreWithTier):
-            return None
-        # a job's own capacity may be all that its memory holds; rows from the cold tier hardly depend on it
-        smaller = min(capacity_bytes, max(self._own_capacity(), self._trials.smallest))
-        trials = TierTrials(self._observed, self._job, smaller, self._progress, self._step_ms / 1e3)
-        return trials.advice(self._cold_rows_s, free_memory())
+    def _demand(self, capacity_bytes: int) -> Demand:
+        return demand(self._observed, self._trials.moved(capacity_bytes), self._rates, self._job.lookahead.depth)
 
-    def _own_capacity(self) -> int:
-        rows, groups = self._job.cache.capacity_rows, self._observed.groups
-        return parse_bytes(self._job.cache.capacity) if rows is None else rows * groups[0].record_bytes
+    def _at(self, capacity_bytes: int) -> Point:
+        paid = cost(self._demand(capacity_bytes), self._everything)
+        fetched, after = (
+            self._trials.fetched_bytes(nbytes)
+            for nbytes in (capacity_bytes, min(2 * capacity_bytes, self._trials.capacities[-1]))
+        )
+        return Point(
+            capacity_bytes=capacity_bytes,
+            traffic=self._trials.traffic(capacity_bytes),
+            doubling_saves=max(0.0, 1 - after / fetched) if fetched else 0.0,
+            move_ms=1e3 * paid.mean_s,
+            limit=paid.stage if paid.mean_s > self._rates.plan_s else "planning",
+            least_step_ms=1e3 * paid.least_step_s,
+            stalls=paid.least_step_s > self._step_ms / 1e3,
+        )
+
+    def _choice(self, curve: tuple[Point, ...]) -> CapacityChoice:
+        anyway = 1.0 - float(self._everything.fits(self._step_ms / 1e3).mean())
+        enough = curve[first_without([point.stalls for point in curve])].capacity_bytes
+        return CapacityChoice(
+            knee_bytes=curve[knee([point.doubling_saves for point in curve])].capacity_bytes,
+            no_stall_bytes=enough if anyway <= MOST_STALLING else None,
+            stalling_anyway=anyway,
+        )
 
     def _chosen(self, predicted: Point) -> ChosenValues:
         capacity_bytes, lookahead = predicted.capacity_bytes, self._job.lookahead
-        travel_s = self._points.demand(capacity_bytes).travel_s
+        travel_s = self._demand(capacity_bytes).travel_s
         horizon = self._trials.moved(capacity_bytes).horizon
         id_bytes = self._larger_budget(capacity_bytes, horizon)
         known = min(horizon + 1, len(self._observed))

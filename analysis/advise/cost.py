@@ -17,14 +17,14 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from rowcast.analysis.advise.read import Observed
-from rowcast.analysis.advise.tiers import Moved, stretches
+from rowcast.analysis.advise.trials import EstimatedMoves, stretches
+from rowcast.analysis.simulate.moves import entries
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.reader import Reader
@@ -32,7 +32,7 @@ from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, samples_of
-from rowcast.protocol.plan import step_block
+from rowcast.protocol.plan import BarrierPlan, step_block
 from rowcast.runtime.arrays import F64, I64
 
 PROBE_BYTES = 128 * 2**20
@@ -87,8 +87,8 @@ def probe_rows(group: GroupSpec, seed: int) -> RowRates:
         fresh = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
         everything = make_keys(first.index, np.arange(num_rows))
         for start in range(0, num_rows, count):  # so that each row has memory, as after its first write-back
-            own = everything[start : start + count]
-            finish(store.write(own, records[: len(own)]))
+            keys_at_once = everything[start : start + count]
+            finish(store.write(keys_at_once, records[: len(keys_at_once)]))
         write = least_seconds(lambda keys: finish(store.write(keys, records)), chosen)
         read = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
     finally:
@@ -98,23 +98,22 @@ def probe_rows(group: GroupSpec, seed: int) -> RowRates:
 
 def least_seconds(work: Callable[[I64], object], chosen: list[I64]) -> float:
     work(chosen[0])  # compiles, and touches the memory of the records
-    return min(seconds(partial(work, keys)) for keys in chosen)
-
-
-def seconds(work: Callable[[], object]) -> float:
-    began_s = time.perf_counter()
-    work()
-    return time.perf_counter() - began_s
+    times = []
+    for keys in chosen:
+        began_s = time.perf_counter()
+        work(keys)
+        times.append(time.perf_counter() - began_s)
+    return min(times)
 
 
 def probe_decoding(reader: Reader, rank: Rank) -> float:
     """Returns the seconds of a core to decode the ids of a rank's samples of a batch."""
-    found = []
+    times = []
     for pending in islice(reader.pending("train", 0), DECODED_BATCHES):
         began_s = time.process_time()
         pending(rank)
-        found.append(time.process_time() - began_s)
-    return min(found) / COUNTED
+        times.append(time.process_time() - began_s)
+    return min(times) / COUNTED
 
 
 def probe_planning(
@@ -122,8 +121,8 @@ def probe_planning(
 ) -> tuple[float, float]:
     """Returns (seconds per batch, bytes of a plan's arrays), measured on whole plans of the first batches."""
     plan_first(observed, belonging, depth, slots, num_threads)  # compiles
-    found = [plan_first(observed, belonging, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
-    return min(statistics.median(of_batches) for of_batches, _ in found) / COUNTED, statistics.mean(found[0][1])
+    tries = [plan_first(observed, belonging, depth, slots, num_threads) for _ in range(PLAN_REPEATS)]
+    return min(statistics.median(of_batches) for of_batches, _ in tries) / COUNTED, statistics.mean(tries[0][1])
 
 
 def plan_first(
@@ -131,23 +130,16 @@ def plan_first(
 ) -> tuple[list[float], list[int]]:
     """Returns for each batch the seconds to plan it while another enters the horizon, and its arrays' bytes."""
     planner = RowPlanner(observed.groups, [slots], depth, depth, num_threads=num_threads, rank=observed.rank)
-    of_batches, nbytes = list[float](), list[int]()
-    left = iter(observed.measured)
-    while True:
-        began_s = time.perf_counter()
-        for scheduled in islice(left, planner.wants_batch):
-            planner.add(scheduled)
-        if planner.wants_batch:
-            planner.end()
-        if not planner.ready():
-            return of_batches, nbytes
-        [plan] = planner.plan().steps
+    of_batches, nbytes, began_s = list[float](), list[int](), time.perf_counter()
+    for planned in entries(planner, ((scheduled, None) for scheduled in observed.measured), planner.plan):
+        if isinstance(planned, BarrierPlan):
+            break  # at the end
         of_batches.append(time.perf_counter() - began_s)
-        scheduled = observed.measured[len(nbytes)]
-        dense = scheduled.batch.samples
-        samples = samples_of(scheduled.batch.size, observed.rank)
-        own = dense.within(arrays_of_samples(scheduled.batch, samples, belonging))
-        nbytes.append(step_block(own, plan, 0).nbytes)
+        batch, [plan] = observed.measured[len(nbytes)].batch, planned.steps
+        samples = arrays_of_samples(batch, samples_of(batch.size, observed.rank), belonging)
+        nbytes.append(step_block(batch.samples.within(samples), plan, 0).nbytes)
+        began_s = time.perf_counter()
+    return of_batches, nbytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,11 +161,11 @@ class Demand:
         return float(self.seconds.mean(axis=1).sum())
 
 
-def demand(observed: Observed, moved: Moved, rates: Rates, depth: int) -> Demand:
+def demand(observed: Observed, moved: EstimatedMoves, rates: Rates, depth: int) -> Demand:
     fetched, written = moved.fetched, moved.written_back
     first = np.minimum(fetched, observed.first_touches / np.array(observed.shares))
     read_s, first_s, write_s = (
-        1 / np.array([getattr(own, name) for own in rates.rows]) for name in ("read", "first", "write")
+        1 / np.array([getattr(rows, name) for rows in rates.rows]) for name in ("read", "first", "write")
     )
     seconds = [
         (fetched - first) @ read_s + first @ first_s,
@@ -193,14 +185,14 @@ class Cost:
     least_step_s: float  # a shorter step waits for rows that a larger cache would have kept; 0 if there are none
 
 
-def cost(own: Demand, everything: Demand) -> Cost:
-    of_stages = own.seconds.mean(axis=1)
+def cost(here: Demand, everything: Demand) -> Cost:
+    of_stages = here.seconds.mean(axis=1)
     slowest = int(np.argmax(of_stages))
-    more = own.stretch_s > (1 + NO_MORE) * everything.stretch_s
+    more = here.stretch_s > (1 + NO_MORE) * everything.stretch_s
     return Cost(
         mean_s=float(of_stages[slowest]),
         stage=STAGES[slowest],
-        least_step_s=float(own.stretch_s[more].max(initial=0.0)),
+        least_step_s=float(here.stretch_s[more].max(initial=0.0)),
     )
 
 
@@ -215,14 +207,13 @@ class CoresNeed:
     cores: float  # that are busy with all of them, for steps of the given time
 
 
-def cores_need(own: Demand, rates: Rates, step_s: float) -> CoresNeed:
-    """`own`: of the recommended capacity."""
-    read_s, _, _, write_s = own.seconds.mean(axis=1).tolist()
+def cores_need(here: Demand, rates: Rates, step_s: float) -> CoresNeed:
+    """`here`: of the recommended capacity."""
+    read_s, _, _, write_s = here.seconds.mean(axis=1).tolist()
     each_s = (rates.decode_s, rates.plan_s, read_s, write_s)
-    decode_ms, plan_ms, read_ms, write_ms = (1e3 * own_s for own_s in each_s)
-    return CoresNeed(
-        decode_ms=decode_ms, plan_ms=plan_ms, read_ms=read_ms, write_ms=write_ms, cores=sum(each_s) / step_s
-    )
+    decode_ms, plan_ms, read_ms, write_ms = (1e3 * seconds for seconds in each_s)
+    cores = sum(each_s) / step_s
+    return CoresNeed(decode_ms=decode_ms, plan_ms=plan_ms, read_ms=read_ms, write_ms=write_ms, cores=cores)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.analysis.scan.steps import EMPTY, Scan, ScannedStep, Sharing, StepRows, without_arrays
+from rowcast.analysis.scan import EMPTY, Scan, ScannedStep, Sharing, StepRows, without_arrays
 from rowcast.analysis.show import Tick
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, measure
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, Touched, measure
 from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES, id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Part, Pending, Reader, can_share, places
@@ -67,13 +67,6 @@ def thinned(rows: StepRows, share: float) -> StepRows:
     return replace(rows, keys=keys, nbytes=rows.nbytes + (rows.num_unique - len(keys)) * OCCURRENCE_BYTES)
 
 
-def scaled_slots(slots: int, num_rows: int, share: float, rows_a_step: float, followed_a_step: float) -> int:
-    """Slots for the followed rows of a group with `num_rows` rows and `slots` slots; the means are over all steps."""
-    if share >= 1 or slots >= num_rows:
-        return slots
-    return round(share * slots + followed_a_step - share * rows_a_step)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenStep:
     scanned: ScannedStep  # followed rows only
@@ -81,10 +74,6 @@ class SeenStep:
     most_rows: tuple[int, ...]  # the same of the rank that owns most of them
     num_samples: int
     id_bytes: int  # ids of all its rows while the batch is in the horizon
-
-    @property
-    def keys_bytes(self) -> int:
-        return sum(rows.keys.nbytes for rows in self.scanned.rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +89,6 @@ class Observed:
 
     def __len__(self) -> int:
         return len(self.steps)
-
-    @property
-    def num_train(self) -> int:
-        return sum(step.scanned.trains for step in self.steps)
-
-    @property
-    def num_samples(self) -> int:
-        return sum(step.num_samples for step in self.steps)
 
     @property
     def num_lookups(self) -> int:
@@ -227,29 +208,33 @@ class Observer:
         kept = tuple(map(thinned, rows, self._shares))
         seen = SeenStep(
             scanned=ScannedStep(scheduled=without_arrays(batch), num_lookups=len(batch.batch.ids), rows=kept),
-            unique_rows=tuple(own.num_unique for own in rows),
+            unique_rows=tuple(of_group.num_unique for of_group in rows),
             most_rows=most_rows,
             num_samples=batch.batch.size,
             id_bytes=id_bytes(rows, num_levels=1),
         )
         self._steps.append(seen)
-        self._kept_bytes += seen.keys_bytes
+        self._kept_bytes += sum(of_group.keys.nbytes for of_group in kept)
         if self._kept_bytes > self._memory_bytes:
             raise ConfigError(
                 f"--sample {self._share:g}: the followed rows of the first {len(self._steps)} batches take "
                 f"{self._kept_bytes} bytes, more than the {int(self._memory_bytes)} that may be used; give a smaller "
                 "--sample, or the run's first steps with --max-steps"
             )
-        if can_share(self._job) and (batch.kind == "eval" or self._job.data.shuffle == "none"):
+        if (
+            can_share(self._job)
+            and self._job.eval.next == "none"
+            and (batch.kind == "eval" or self._job.data.shuffle == "none")
+        ):
             self._again[batch_of_split(batch)] = seen
 
     def _rows(self, batch: Batch) -> tuple[tuple[StepRows, ...], tuple[int, ...]]:
         """Returns the batch's rows of each group on this rank, and their number on the rank that owns most of them."""
         if not self._rank.is_divided:
             rows = tuple(StepRows.of(grouper.group(grouper.lookups(batch))) for grouper in self._groupers)
-            return rows, tuple(own.num_unique for own in rows)
+            return rows, tuple(of_group.num_unique for of_group in rows)
         shares = self._sharing.of(batch)
-        return tuple(own.owned[0] for own in shares), tuple(int(own.owner_rows.max()) for own in shares)
+        return tuple(own.owned[0] for own in shares), tuple(int(share.owner_rows.max()) for share in shares)
 
 
 def batch_of_split(place: Scheduled[Any]) -> tuple[Kind, int]:
@@ -267,7 +252,7 @@ def whole(part: Part) -> Batch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
+class ReadData:
     steps: int  # training steps
     eval_steps: int
     samples: int  # of training and evaluation
@@ -276,11 +261,12 @@ class Read:
     followed_rows: int
 
 
-def what_was_read(observed: Observed) -> Read:
-    return Read(
-        steps=observed.num_train,
-        eval_steps=len(observed) - observed.num_train,
-        samples=observed.num_samples,
+def what_was_read(observed: Observed) -> ReadData:
+    num_train = sum(step.scanned.trains for step in observed.steps)
+    return ReadData(
+        steps=num_train,
+        eval_steps=len(observed) - num_train,
+        samples=sum(step.num_samples for step in observed.steps),
         lookups=observed.num_lookups,
         followed_share={group.name: share for group, share in zip(observed.groups, observed.shares, strict=True)},
         followed_rows=int(observed.first_touches.sum()),

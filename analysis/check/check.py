@@ -24,7 +24,6 @@ from rowcast.analysis.check.data import (
     check_samples,
     check_start,
 )
-from rowcast.analysis.check.findings import Finding, Level, error, findings_of, ok, warning
 from rowcast.analysis.check.machine import (
     Device,
     ask_trainer,
@@ -39,6 +38,7 @@ from rowcast.analysis.check.machine import (
     check_versions,
 )
 from rowcast.analysis.check.memory import check_disk, check_memory, check_row_numbers, check_tier
+from rowcast.analysis.show import Finding, Level, error, findings_of, ok, warning
 from rowcast.job.file import load_job, parse_manifest_job, refuse_script
 from rowcast.job.named_code import JobFromFile, code_of, is_below, places, search_here
 from rowcast.job.schema import MIN_RING_BYTES, Job
@@ -120,9 +120,9 @@ def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
 
 def check_room(job: Job, seen: Seen, device: Device) -> Iterator[Finding]:
     transport, slots = job.transport, () if seen.start is None else seen.start.slots
-    own = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
-    own = own if seen.start is None else seen.start.sizes
-    ring_bytes, staged = own.ring_bytes, 2 * own.staging_bytes
+    ring_sizes = Sizes(ring_bytes=MIN_RING_BYTES, staging_bytes=staging_bytes(0, MIN_RING_BYTES))
+    ring_sizes = ring_sizes if seen.start is None else seen.start.sizes
+    ring_bytes, staged = ring_sizes.ring_bytes, 2 * ring_sizes.staging_bytes
     cache_bytes = sum(n * group.record_bytes for n, group in zip(slots, seen.groups, strict=True)) if slots else None
     of_trainer = (cache_bytes or 0) + staged if device.free_bytes is None else 0
     dense = device.dense_bytes
@@ -158,19 +158,19 @@ def check(
     else:
         raise ConfigError("give --config for a job, or --run for what a run would import")
     if json:
-        found = list(findings)
-        counts = {f"{level}s": count(found, level) for level in ("error", "warning")}
-        print_json({**counts, "findings": found})
+        everything = list(findings)
+        counts = {f"{level}s": count(everything, level) for level in ("error", "warning")}
+        print_json({**counts, "findings": everything})
     else:
-        found = print_findings(findings, stdout_console())
-    return ConfigError.exit_code if count(found, "error") else 0
+        everything = print_findings(findings, stdout_console())
+    return ConfigError.exit_code if count(everything, "error") else 0
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> list[Finding]:
     """Prints each finding at once: folded under its column on a terminal, otherwise on one line."""
-    found = []
+    printed = []
     for finding in findings:
-        found.append(finding)
+        printed.append(finding)
         words = (
             Text(f"{finding.level:7}", STYLES[finding.level]),
             Text(f"{finding.subject:{SUBJECT_WIDTH}}"),
@@ -182,8 +182,8 @@ def print_findings(findings: Iterable[Finding], console: Console) -> list[Findin
             console.print(grid)
         else:
             console.print(Text(" ").join(words), soft_wrap=True)
-    console.print(f"{plural(count(found, 'error'), 'error')}, {plural(count(found, 'warning'), 'warning')}")
-    return found
+    console.print(f"{plural(count(printed, 'error'), 'error')}, {plural(count(printed, 'warning'), 'warning')}")
+    return printed
 
 
 def count(findings: Iterable[Finding], level: str) -> int:

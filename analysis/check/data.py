@@ -9,8 +9,7 @@ from itertools import islice
 
 import numpy as np
 
-from rowcast.analysis.check.findings import Finding, about, error, ok, warning
-from rowcast.analysis.scan.steps import (
+from rowcast.analysis.scan import (
     Amount,
     draw_batches,
     measured_keys,
@@ -18,12 +17,21 @@ from rowcast.analysis.scan.steps import (
     read_drawn,
     reader_for_another_pass,
 )
+from rowcast.analysis.show import Finding, about, error, ok, warning
 from rowcast.job.models import NextItemSettings
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, Touched, slots_of
+from rowcast.prefetcher.planner.first_batches import (
+    MEASURED_BATCHES,
+    Bytes,
+    TableBytes,
+    Touched,
+    Traffic,
+    counted,
+    everywhere,
+    slots_of,
+)
 from rowcast.prefetcher.planner.grouping import Grouper
-from rowcast.prefetcher.planner.placement import Bytes, TableBytes, Traffic, counted, everywhere
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.data_files import in_recorded_order, with_recorded_rule
@@ -63,9 +71,12 @@ class SeenArrays:
     used: set[int] = field(default_factory=set)  # positions of features that a batch of several samples looks up
 
     def add(self, batch: Batch, job: Job) -> None:
-        for own in input_specs(batch.inputs, belonging(job).arrays):
-            nbytes = max(batch.inputs[own.name].nbytes, self.of_batch.get(own.name, (0, ""))[0])
-            self.of_batch[own.name] = nbytes, f"{described(own)} per {f'look-up of {own.of}' if own.of else 'sample'}"
+        for spec in input_specs(batch.inputs, belonging(job).arrays):
+            nbytes = max(batch.inputs[spec.name].nbytes, self.of_batch.get(spec.name, (0, ""))[0])
+            self.of_batch[spec.name] = (
+                nbytes,
+                f"{described(spec)} per {f'look-up of {spec.of}' if spec.of else 'sample'}",
+            )
         if batch.offsets is None or batch.size == 1:
             self.spread |= set(range(len(job.features))) if batch.size > 1 else set()
             return
@@ -183,8 +194,8 @@ def shard_rows(table: TableSpec, count: int) -> F64:
     firsts: I64 = np.arange(num_blocks) * BLOCK_ROWS
     sizes = np.minimum(table.num_embeddings - firsts, BLOCK_ROWS)
     owners = Shards([table], count).owners(make_keys(table.index, firsts))
-    found: F64 = np.bincount(owners, weights=sizes, minlength=count).astype(np.float64)
-    return found
+    sums: F64 = np.bincount(owners, weights=sizes, minlength=count).astype(np.float64)
+    return sums
 
 
 @dataclass(kw_only=True, slots=True)
@@ -237,8 +248,8 @@ class Seen:
             lookups = grouper.lookups(batch)
             owned = most_owned(group, grouper.group(lookups).keys, self.count)
             self.largest_batch_rows[g] = max(self.largest_batch_rows[g], owned)
-            for table, own in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
-                self.lookups[table.index] += own
+            for table, num_lookups in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
+                self.lookups[table.index] += num_lookups
         self.num_samples += batch.size
         columns = batch.labels.reshape(batch.size, -1).T
         self.labels = self.labels or [SeenLabel() for _ in columns]
@@ -263,8 +274,10 @@ class Seen:
         """The rows that the first batches touch, on the rank that owns most of them."""
         return Touched(
             num_batches=self.of_ranks[0].num_batches,
-            largest_batch_rows=tuple(map(max, zip(*(own.largest_batch_rows for own in self.of_ranks), strict=True))),
-            distinct_rows=tuple(map(max, zip(*(own.distinct_rows for own in self.of_ranks), strict=True))),
+            largest_batch_rows=tuple(
+                map(max, zip(*(of_rank.largest_batch_rows for of_rank in self.of_ranks), strict=True))
+            ),
+            distinct_rows=tuple(map(max, zip(*(of_rank.distinct_rows for of_rank in self.of_ranks), strict=True))),
         )
 
 
@@ -373,8 +386,8 @@ def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None
     count = cache(partial(counted, job, measured))
     own_places = placed(job, newest, count)
     seen.place(group_specs(own_places))
-    for own in seen.of_ranks:
-        slots_of(job, seen.groups, own)
+    for of_rank in seen.of_ranks:
+        slots_of(job, seen.groups, of_rank)
     seen.start = decide(own_places, seen.groups, measured, rank_of(job.ranks, 0))
     yield from about("placement", check_placement(job, own_places, count))
 
@@ -394,7 +407,7 @@ def check_capacity(job: Job, seen: Seen) -> Iterator[Finding]:
 
 
 def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows: int) -> str:
-    if group.name not in {own.name for own in group_specs(job)}:
+    if group.name not in {known.name for known in group_specs(job)}:
         return "a larger cache.capacity"  # "auto" has made its pieces, and the job file cannot name it
     # a tenth more than the largest batch seen, because another may be larger
     rows = min(group.num_rows, largest_batch_rows - (-largest_batch_rows // 10))
@@ -407,22 +420,24 @@ def check_placement(asked: Job, placed: Job, count: Callable[[], Traffic]) -> It
     run's first batches send."""
     if placed.ranks.count == 1 or all(table.placement == "rows" for table in asked.tables):
         return
-    traffic, found = count(), [table.placement for table in placed.tables]
-    for table, own in zip(asked.tables, traffic.of_each(found), strict=True):
+    traffic, placements = count(), [table.placement for table in placed.tables]
+    for table, nbytes in zip(asked.tables, traffic.of_each(placements), strict=True):
         if table.placement != "rows":
-            yield ok(sentence_of(own))
-    rows, chosen = traffic.of(everywhere(placed, "rows")), traffic.of(found)
+            yield ok(sentence_of(nbytes))
+    rows, chosen = traffic.of(everywhere(placed, "rows")), traffic.of(placements)
     yield ok(f"all tables: {sum_of(chosen)} a step, both ways; with all tables by rows {sum_of(rows)}")
 
 
-def sentence_of(own: TableBytes) -> str:
-    rows, vectors = human_bytes(own.rows), human_bytes(own.vectors)
-    if own.owners:
-        ranks = ", ".join(map(str, own.owners))
-        who = f"rank {ranks} pools it" if len(own.owners) == 1 else f"ranks {ranks} pool a piece of its columns each"
-        return f"table {own.table}: {who} for all, {vectors} a rank and step; by rows {rows}"
-    why = "; its owner would make the busiest rank busier" if own.vectors < own.rows else ""
-    return f"table {own.table}: rows travel, {rows} a rank and step; as pooled vectors {vectors}{why}"
+def sentence_of(of_table: TableBytes) -> str:
+    rows, vectors = human_bytes(of_table.rows), human_bytes(of_table.vectors)
+    if of_table.owners:
+        ranks = ", ".join(map(str, of_table.owners))
+        who = (
+            f"rank {ranks} pools it" if len(of_table.owners) == 1 else f"ranks {ranks} pool a piece of its columns each"
+        )
+        return f"table {of_table.table}: {who} for all, {vectors} a rank and step; by rows {rows}"
+    why = "; its owner would make the busiest rank busier" if of_table.vectors < of_table.rows else ""
+    return f"table {of_table.table}: rows travel, {rows} a rank and step; as pooled vectors {vectors}{why}"
 
 
 def sum_of(nbytes: Bytes) -> str:

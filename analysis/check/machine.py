@@ -20,16 +20,16 @@ from pathlib import Path
 import msgspec
 from prometheus_client import CollectorRegistry
 
-from rowcast.analysis.check.findings import Finding, error, ok, warning
+from rowcast.analysis.show import Finding, error, ok, warning
 from rowcast.job.file import with_ports_of_pair
 from rowcast.job.schema import Job, Transport
 from rowcast.prefetcher.run.sizing import check_shared_memory
-from rowcast.protocol.transport.callers import allowed_clients, load_server
+from rowcast.protocol.transport.endpoint import allowed_clients, load_server
 from rowcast.protocol.transport.ring_file import free_shared_memory
 from rowcast.runtime.checkpoint_manifest import Manifest, newest_checkpoint, readable
-from rowcast.runtime.children import environment
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import threads_of_run, usable_cores
+from rowcast.runtime.process import environment
 from rowcast.runtime.run_directory import RunDirectory, holder, pair_folder
 from rowcast.runtime.telemetry.format_numbers import human_bytes, plural
 from rowcast.runtime.telemetry.metrics import Health, Process

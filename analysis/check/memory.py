@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.analysis.check.data import Seen
-from rowcast.analysis.check.findings import Finding, about, error, ok, warning
+from rowcast.analysis.show import Finding, about, error, ok, warning
 from rowcast.job.schema import EVICTION_POLICIES, Job
 from rowcast.job.stores import Redis, StoreWithTier, Tiered
 from rowcast.job.tables import GroupSpec
@@ -18,8 +18,8 @@ from rowcast.prefetcher.planner.horizon import OCCURRENCE_BYTES
 from rowcast.prefetcher.planner.planner import WHILE_FILLING
 from rowcast.prefetcher.readers.reader import expected_train_steps
 from rowcast.prefetcher.run.sizing import stage_threads
-from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
+from rowcast.prefetcher.stores.cold.segments import page_layout
 from rowcast.prefetcher.stores.redis_store import trial_rows
 from rowcast.prefetcher.stores.row_loops import stored_bytes
 from rowcast.prefetcher.stores.tier_budget import COPIES, INDEX_BYTES, DiskShare, disk_bytes, disk_shares, server_bytes

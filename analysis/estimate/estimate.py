@@ -11,9 +11,9 @@ With rates, a step's tasks take this long, each on an exclusive core; the walk d
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,18 +21,106 @@ import typer
 from typer import Option
 
 from rowcast.analysis.advise.cost import COUNTED, probe_rows
-from rowcast.analysis.estimate.pipeline import HANDOVERS, Durations, Planned
+from rowcast.analysis.estimate.pipeline import (
+    HANDOVERS,
+    Durations,
+    Pipeline,
+    PlannedStep,
+    Wiring,
+    critical_path,
+    run,
+    waits,
+)
 from rowcast.analysis.estimate.planned import PARAMETER_BYTES, plan_job
 from rowcast.analysis.estimate.rates_file import OF_MAIN, DeviceRates, KernelRates, model_fingerprint, read_rates
 from rowcast.analysis.estimate.recorded import recorded_run
-from rowcast.analysis.estimate.walk import OFTEN, Walked, described, steady, walk
-from rowcast.analysis.timeline.timeline import read_pairs
+from rowcast.analysis.timeline import read_pairs
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import possible_groups
 from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import usable_cores
+
+START_SHARE = 4  # the first quarter of the steps fills the cache; the rate is that of the others
+LAST_STEPS = 4  # at the end nothing is left to do ahead
+NAMED = 3  # tasks of the critical path in the report
+OFTEN = 0.05  # least times per step, or fraction of the time, in the report
+LIMITS = {"ahead", "barrier", "checkpoint", "credit", "queue", "ring", "staging", "write_back"}
+WHOSE = {"planning": "planner", "fetcher": "fetcher", "main": "trainer"}  # thread -> process in the report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Walked:
+    step_s: float  # seconds per step, once the cache is full
+    run_s: float  # from the first batch to the end of the last checkpoint
+    bound_by: list[tuple[str, float]]  # tasks of the critical path of steady steps, and their fraction of it
+    through: list[tuple[str, float]]  # what holds back earlier work there: its word as a stall, times a step
+    waits: dict[str, float]  # "trainer: rows" -> share of the time of steady steps
+
+
+class Steady(NamedTuple):
+    """The steps that tell a rate: without the first quarter and the last few."""
+
+    first: int
+    last: int
+    began_s: float  # the end of the first one
+    ended_s: float
+
+    @property
+    def step_s(self) -> float:
+        return (self.ended_s - self.began_s) / (self.last - self.first)
+
+    def share(self, began_s: float, ended_s: float) -> float:
+        """Returns how much of its time is between two moments."""
+        within_s = max(0.0, min(ended_s, self.ended_s) - max(began_s, self.began_s))
+        return within_s / max(1e-12, self.ended_s - self.began_s)
+
+
+def walk(
+    plan: Sequence[PlannedStep], wiring: Wiring, durations: Durations, begins: dict[str, float], cores: float = math.inf
+) -> Walked:
+    pipeline = Pipeline(plan, wiring, durations, begins)
+    run_s = run(pipeline.threads, cores)
+    steps = steady([task.ended_s for task in pipeline.done])
+    shares, limits, waited = (defaultdict[str, float](float) for _ in range(3))
+    path = critical_path(pipeline.done[steps.last])
+    for task, _ in path:
+        shares[task.name] += steps.share(task.began_s, task.ended_s)
+    for (task, reason), (held, _) in pairwise(path):
+        # where news of it comes first, it is what waits for the news that is held back
+        if reason in LIMITS and held.name != "deliver" and task.ended_s > steps.began_s:
+            limits[reason] += 1 / (steps.last - steps.first)
+    for thread in pipeline.threads:
+        for reason, began_s, ended_s in waits(thread) if thread.name in WHOSE else ():
+            waited[f"{WHOSE[thread.name]}: {reason}"] += steps.share(began_s, ended_s)
+    return Walked(
+        step_s=steps.step_s,
+        run_s=run_s,
+        bound_by=ordered(shares)[:NAMED],
+        through=[(reason, times) for reason, times in ordered(limits) if times >= OFTEN],
+        waits={name: share for name, share in ordered(waited) if share > 0},
+    )
+
+
+def ordered(shares: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda item: -item[1])
+
+
+def steady(ended: Sequence[float]) -> Steady:
+    """`ended`: when each step was done, in seconds. Raises ConfigError."""
+    first = len(ended) // START_SHARE
+    last = max(first + 1, len(ended) - 1 - LAST_STEPS)
+    if last >= len(ended):
+        raise ConfigError(f"{len(ended)} steps are too few to tell a rate; record a longer run")
+    return Steady(first, last, ended[first], ended[last])
+
+
+def described(walked: Walked) -> str:
+    tasks = ", ".join(f"{name} {share:.0%}" for name, share in walked.bound_by)
+    through = ", ".join(f"{reason} {times:.1f}" for reason, times in walked.through)
+    return f"{tasks}; limited by {through} times a step" if through else tasks
+
 
 TASKS = (
     "decode", "read", "plan", "fetch", "send", "copy in", "fill", "exchange", "step", "copy out", "write back",
@@ -93,25 +181,25 @@ def combinations(vary: Sequence[str]) -> list[tuple[str, ...]]:
 def estimate_job(job: Job, devices: Sequence[DeviceRates], name: str, max_steps: int | None = None) -> list[Walked]:
     """Prints an estimate for each device. Raises ConfigError and DataError."""
     plan, wiring = plan_job(job, max_steps)
-    host, found = host_rates(job), []
+    host, results = host_rates(job), []
     cores = usable_cores() / job.ranks.on_host  # the pairs of a host work at the same time
     for device in devices:
-        own = estimated(job, plan, device, host)
-        walked = walk(plan, wiring, own.durations, {}, cores)
-        found.append(walked)
+        result = estimated(job, plan, device, host)
+        walked = walk(plan, wiring, result.durations, {}, cores)
+        results.append(walked)
         on = device.device if job.ranks.count == 1 else f"{job.ranks.count} ranks of {device.device}"
         typer.echo(
-            f"{name} on {on}: {1e3 * walked.step_s:.1f} ms a step (+-{own.margin:.0%}), {walked.run_s:.1f} s in all, "
-            f"bound by {described(walked)}\n  ms: {ms_of_tasks(own.durations, len(plan))}"
+            f"{name} on {on}: {1e3 * walked.step_s:.1f} ms a step (+-{result.margin:.0%}), {walked.run_s:.1f} s in all"
+            f", bound by {described(walked)}\n  ms: {ms_of_tasks(result.durations, len(plan))}"
         )
         if job.ranks.count > 1 and cores < CORES_OF_PAIR:
             typer.echo(
                 f"  each trainer and its prefetcher have {cores:g} of this host's cores: a step takes up to twice "
                 "as long, since all ranks wait for one that waits for a core"
             )
-        if own.outside:
-            typer.echo(f"  outside what was measured: {', '.join(own.outside)}")
-    return found
+        if result.outside:
+            typer.echo(f"  outside what was measured: {', '.join(result.outside)}")
+    return results
 
 
 class Estimated(NamedTuple):
@@ -120,14 +208,14 @@ class Estimated(NamedTuple):
     outside: list[str]  # kernels that were not measured at the job's shapes
 
 
-def estimated(job: Job, plan: Sequence[Planned], device: DeviceRates, host: dict[str, KernelRates]) -> Estimated:
+def estimated(job: Job, plan: Sequence[PlannedStep], device: DeviceRates, host: dict[str, KernelRates]) -> Estimated:
     """`host`: of the rows of each group. Raises ConfigError if the rates do not hold for the job."""
     if device.model != model_fingerprint(job):
         raise ConfigError(
             "the rates file holds another job's model; measure this one: `trainer rates --config` with its job file"
         )
     overhead = {what: device.seconds(kind) for what, kind in HANDOVERS.items()}
-    whole_batch = max((own.batch for own in plan), default=0)
+    whole_batch = max((step.batch for step in plan), default=0)
     of_kernels, outside, tasks = defaultdict[str, float](float), set[str](), list[dict[str, float]]()
     for own in plan:
         seconds, lookups = defaultdict[str, float](float), 0.0
@@ -159,7 +247,9 @@ def margin(device: DeviceRates, of_kernels: dict[str, float]) -> float:
     """The share of the kernels' time that their errors leave open. `of_kernels`: seconds. Kernels are off
     independently of each other."""
     known = {name: UNKNOWN if (error := device.kernels[name].error) is None else error for name in of_kernels}
-    return math.hypot(*(own * of_kernels[name] for name, own in known.items())) / max(1e-12, sum(of_kernels.values()))
+    return math.hypot(*(error * of_kernels[name] for name, error in known.items())) / max(
+        1e-12, sum(of_kernels.values())
+    )
 
 
 def host_rates(job: Job) -> dict[str, KernelRates]:
@@ -198,10 +288,10 @@ def walk_recorded(job: Job, run_dir: Path, changes: Sequence[str], max_steps: in
     told = [f"{name} {share:.0%}" for name, share in again.waits.items() if share >= OFTEN]
     typer.echo(f"  waits: {', '.join(told) or 'none'}")
     for change, factor in zip(changes, factors, strict=True):
-        found = walk(plan, wiring, scaled(recorded, *factor), recorded.begins)
+        changed = walk(plan, wiring, scaled(recorded, *factor), recorded.begins)
         typer.echo(
-            f"with {change}: {1e3 * found.step_s:.1f} ms a step ({again.step_s / found.step_s:.2f} times as fast), "
-            f"bound by {described(found)}"
+            f"with {change}: {1e3 * changed.step_s:.1f} ms a step ({again.step_s / changed.step_s:.2f} times as fast), "
+            f"bound by {described(changed)}"
         )
 
 

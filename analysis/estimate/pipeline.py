@@ -238,7 +238,7 @@ class PlannedPiece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class PlannedStep:
     """The waits, moves and kernels of a step of the plan stream."""
 
     step: int
@@ -270,7 +270,7 @@ def room(sizes: Sequence[int], nbytes: int) -> list[int | None]:
     """The last piece that must have left a staging of `nbytes` before each piece has a place; None if none must.
 
     A piece is contiguous: one that does not fit before the end starts at the beginning."""
-    found: list[int | None] = []
+    last_before: list[int | None] = []
     begins: list[int] = []
     end, left = 0, 0
     for size in sizes:
@@ -279,8 +279,8 @@ def room(sizes: Sequence[int], nbytes: int) -> list[int | None]:
         while left < len(begins) and begins[left] < end - nbytes:
             left += 1
         begins.append(begin)
-        found.append(left - 1 if left else None)
-    return found
+        last_before.append(left - 1 if left else None)
+    return last_before
 
 
 def at(tasks: Sequence[Task], index: int | None) -> Task | None:
@@ -291,7 +291,9 @@ def at(tasks: Sequence[Task], index: int | None) -> Task | None:
 class Pipeline:
     """All tasks of a run. Steps are numbered from 0 here."""
 
-    def __init__(self, plan: Sequence[Planned], wiring: Wiring, durations: Durations, begins: dict[str, float]) -> None:
+    def __init__(
+        self, plan: Sequence[PlannedStep], wiring: Wiring, durations: Durations, begins: dict[str, float]
+    ) -> None:
         """`begins`: seconds until the threads "planning" and "main" begin their first task."""
         self._wiring, self._seconds = wiring, durations
         threads = {
@@ -336,7 +338,7 @@ class Pipeline:
         """A hand-over delays nothing else, so each has a separate thread."""
         return Thread("mail").add("deliver", step, self._seconds(what, step), [(done, reason)], gives=gives)
 
-    def _add_step(self, step: int, planned: Planned) -> None:
+    def _add_step(self, step: int, planned: PlannedStep) -> None:
         depth, pieces = self._wiring.depth, len(planned.pieces)
         while len(self._read) <= planned.known_through:
             self._add_batch(len(self._read))

@@ -20,12 +20,12 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 
-from rowcast.analysis.estimate.pipeline import KernelCall, Planned, PlannedPiece, Wiring
-from rowcast.analysis.simulate.grid import with_values
+from rowcast.analysis.estimate.pipeline import KernelCall, PlannedPiece, PlannedStep, Wiring
+from rowcast.analysis.simulate.moves import entries
+from rowcast.job.file import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
-from rowcast.prefetcher.planner.placement import counted
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, counted, measure, slots_of
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.reader import can_share, open_reader, schedule
 from rowcast.prefetcher.readers.workers import LEAST_AHEAD, NUM_AHEAD
@@ -33,7 +33,7 @@ from rowcast.prefetcher.run.sizing import job_levels, placed, sizes, stage_threa
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.parts import arrays_of_samples, belonging, rank_of, samples_of, vectors_from, vectors_to
-from rowcast.protocol.plan import GroupPlan, Piece, StepPlan, cut, step_block
+from rowcast.protocol.plan import BarrierPlan, GroupPlan, Piece, StepPlan, cut, step_block
 from rowcast.protocol.transport.ring import GUARD_BYTES, largest_payload
 
 # kernels of jobs with parts: an exchange on a host, what comes on top across hosts, what a step adds up
@@ -42,7 +42,7 @@ GRADIENT_BYTES = 4  # the gradient of a dense weight is fp32
 PARAMETER_BYTES = "bytes a parameter"  # a count: these bytes for each weight of the dense side
 
 
-def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wiring]:
+def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[PlannedStep], Wiring]:
     """The steps, each with a plan of its own, and the pipeline. Raises ConfigError, DataError as a run would."""
     job = with_values(job, {"lookahead": {"bundle": 1}})
     warm_up(is_divided=rank_of(job.ranks, 0).is_divided)  # what is compiled at a first start would count as planning
@@ -51,8 +51,8 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
     measured = list(islice(batches, MEASURED_BATCHES))
     job = placed(job, None, partial(counted, job, measured))
     groups, rank = group_specs(job), rank_of(job.ranks, 0)
-    touched, own = measure(groups, measured, rank), sizes(job, groups, measured, job.lookahead.depth, rank)
-    levels = job_levels(job, groups, touched, slots_of(job, groups, touched), lambda: own)
+    touched, ring_sizes = measure(groups, measured, rank), sizes(job, groups, measured, job.lookahead.depth, rank)
+    levels = job_levels(job, groups, touched, slots_of(job, groups, touched), lambda: ring_sizes)
     planner = job_planner(job, groups, levels, measured, num_threads=stage_threads(job), rank=rank)
     num_decoders = job.prefetcher.workers if can_share(job) else 1
     wiring = Wiring(
@@ -60,8 +60,8 @@ def plan_job(job: Job, max_steps: int | None = None) -> tuple[list[Planned], Wir
         num_decoders=num_decoders,
         decoded_ahead=max(-(-NUM_AHEAD // num_decoders), LEAST_AHEAD),
         measured=len(measured),
-        ring_bytes=own.ring_bytes,
-        staging_bytes=own.staging_bytes,
+        ring_bytes=ring_sizes.ring_bytes,
+        staging_bytes=ring_sizes.staging_bytes,
         num_ranks=job.ranks.count,
     )
     return planned_steps(job, groups, chain(measured, batches), planner, wiring, decode_s), wiring
@@ -83,40 +83,34 @@ def planned_steps(
     planner: RowPlanner,
     wiring: Wiring,
     decode_s: Sequence[float],
-) -> list[Planned]:
+) -> list[PlannedStep]:
     """`decode_s`: seconds of each batch that was taken so far; grows with them."""
     rank, arrays = rank_of(job.ranks, 0), belonging(job)
-    found: list[Planned] = []
+    steps: list[PlannedStep] = []
     added: deque[ScheduledBatch] = deque()  # not planned
     seen: list[set[int]] = [set() for _ in groups]  # keys that were fetched
 
-    def end_with_barrier(reason: str, *, finished: bool) -> None:
-        dirty = planner.barrier(reason, finished=finished).dirty
-        flushed = [row_call("barrier", "write", group, len(own)) for group, own in zip(groups, dirty, strict=True)]
-        found[-1] = replace(found[-1], barrier=True, calls=(*found[-1].calls, *flushed))
-
-    while True:
-        began_s, taken = time.process_time(), len(decode_s)
-        for scheduled in islice(batches, planner.wants_batch):
-            planner.add(scheduled)
+    def noted() -> Iterator[tuple[ScheduledBatch, None]]:
+        for scheduled in batches:
             added.append(scheduled)
-        plan_s = time.process_time() - began_s - sum(decode_s[taken:])
-        if planner.wants_batch:
-            planner.end()
-        if not planner.ready() or not added:
-            break
-        if planner.checkpoint_due:
-            end_with_barrier("checkpoint", finished=False)
-        known, began_s = planner.num_known, time.process_time()
-        scheduled, planned = added.popleft(), planner.plan()
-        [plan] = planned.steps
+            yield scheduled, None
+
+    began_s, taken = time.process_time(), len(decode_s)
+    for planned in entries(planner, noted(), planner.plan):
+        if isinstance(planned, BarrierPlan):
+            calls = [
+                row_call("barrier", "write", *moved) for moved in zip(groups, map(len, planned.dirty), strict=True)
+            ]
+            steps[-1:] = [replace(before, barrier=True, calls=(*before.calls, *calls)) for before in steps[-1:]]
+            continue
+        known, scheduled, [plan] = len(added), added.popleft(), planned.steps
         samples = samples_of(scheduled.batch.size, rank)
-        own = scheduled.batch.samples.within(arrays_of_samples(scheduled.batch, samples, arrays))
-        plan_s += time.process_time() - began_s
-        number = len(found)
+        of_rank = scheduled.batch.samples.within(arrays_of_samples(scheduled.batch, samples, arrays))
+        plan_s = time.process_time() - began_s - sum(decode_s[taken:])
+        number = len(steps)
         first = planned.plan - number
         fill_after = [group.fill_after for group in plan.groups if group.fill_after is not None]
-        plan_bytes = step_block(own, plan, 0).nbytes
+        plan_bytes = step_block(of_rank, plan, 0).nbytes
         pieces = cut(
             plan_bytes,
             [len(group.fetch_keys) for group in plan.groups],
@@ -124,23 +118,22 @@ def planned_steps(
             largest_payload(wiring.ring_bytes),
             wiring.staging_bytes,
         )
-        found.append(
-            Planned(
+        steps.append(
+            PlannedStep(
                 step=number,
                 known_through=number + known - 1,
                 after_step=None if planned.after_plan is None else planned.after_plan - first,
                 fill_after=max(fill_after) - first if fill_after else None,
                 pieces=tuple(planned_piece(piece, plan, groups) for piece in pieces),
                 barrier=False,
-                batch=len(own.labels),
-                calls=(*step_calls(job, groups, plan, own), *store_calls(groups, plan, seen)),
+                batch=len(of_rank.labels),
+                calls=(*step_calls(job, groups, plan, of_rank), *store_calls(groups, plan, seen)),
                 decode_s=decode_s[number],
                 plan_s=plan_s,
             )
         )
-    if found:
-        end_with_barrier("end", finished=True)
-    return found
+        began_s, taken = time.process_time(), len(decode_s)
+    return steps
 
 
 def planned_piece(piece: Piece, plan: StepPlan, groups: tuple[GroupSpec, ...]) -> PlannedPiece:
@@ -161,25 +154,27 @@ def row_call(task: str, kernel: str, group: GroupSpec, rows: int) -> KernelCall:
 
 def store_calls(groups: Sequence[GroupSpec], plan: StepPlan, seen: Sequence[set[int]]) -> Iterator[KernelCall]:
     """Adds the keys that are fetched to those `seen` of each group: a row's first value is computed."""
-    for group, own, keys in zip(groups, plan.groups, seen, strict=True):
+    for group, moves, keys in zip(groups, plan.groups, seen, strict=True):
         before = len(keys)
-        keys.update(own.fetch_keys.tolist())
+        keys.update(moves.fetch_keys.tolist())
         first = len(keys) - before
         yield row_call("fetch", "first", group, first)
-        yield row_call("fetch", "read", group, len(own.fetch_keys) - first)
-        yield row_call("write back", "write", group, own.num_dirty)
+        yield row_call("fetch", "read", group, len(moves.fetch_keys) - first)
+        yield row_call("write back", "write", group, moves.num_dirty)
 
 
-def step_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, own: Samples) -> Iterator[KernelCall]:
+def step_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, samples: Samples) -> Iterator[KernelCall]:
     """The trainer's. `own`: its samples."""
     trains, parts = plan.kind == "train", job.ranks.num_parts // job.ranks.count
-    fetched_bytes = [len(own.fetch_keys) * group.record_bytes for group, own in zip(groups, plan.groups, strict=True)]
-    for nbytes in (step_block(own, plan, 0).nbytes, sum(fetched_bytes)):
+    fetched_bytes = [
+        len(moves.fetch_keys) * group.record_bytes for group, moves in zip(groups, plan.groups, strict=True)
+    ]
+    for nbytes in (step_block(samples, plan, 0).nbytes, sum(fetched_bytes)):
         if nbytes:
             yield KernelCall("copy in", "copy in", {"bytes": float(nbytes)})
     for group, rows in zip(groups, plan.groups, strict=True):
         yield from group_calls(job, group, rows, trains=trains)
-    part = {"batch": len(own.labels) / parts}  # sizes of parts differ by one at most
+    part = {"batch": len(samples.labels) / parts}  # sizes of parts differ by one at most
     yield KernelCall("step", "model forward", part, parts)
     if trains:
         yield KernelCall("step", "model backward", part, parts)
@@ -230,11 +225,13 @@ def exchange_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, *, tra
     def exchange(rows: Sequence[Sequence[int]], count: str, nbytes: float) -> Iterator[KernelCall]:
         for kernel, others in ((EXCHANGE, slice(1, on_host)), (NETWORK, slice(on_host, None))):
             if range(ranks)[others]:
-                yield KernelCall("exchange", kernel, {count: max(sum(own[others]) for own in rows) * nbytes})
+                yield KernelCall(
+                    "exchange", kernel, {count: max(sum(of_direction[others]) for of_direction in rows) * nbytes}
+                )
 
-    for group, own in zip(groups, plan.groups, strict=True):
-        assert own.share is not None, "several ranks exchange rows"
-        rows = (own.share.header.send_counts, own.share.header.receive_counts)
+    for group, moves in zip(groups, plan.groups, strict=True):
+        assert moves.share is not None, "several ranks exchange rows"
+        rows = (moves.share.header.send_counts, moves.share.header.receive_counts)
         yield from exchange(rows, "bytes", group.parts[0].nbytes)
         if trains:  # gradients travel the other way
             yield from exchange(rows, "bytes", group.gradient_bytes)

@@ -39,7 +39,7 @@ OF_MAIN = OVERHEADS[:3]  # what keeps the thread that computes from the next ker
 FOLDS = 4  # each shape is judged by terms that were fitted to the shapes of the other folds
 
 
-class Sample(NamedTuple):
+class KernelSample(NamedTuple):
     counts: dict[str, float]
     seconds: float
 
@@ -88,14 +88,14 @@ def product(term: str, counts: Mapping[str, float]) -> float:
     return 1.0 if term == "1" else math.prod(counts[name] for name in term.split("*"))
 
 
-def fitted(samples: Sequence[Sample], terms: Sequence[str]) -> KernelRates:
+def fitted(samples: Sequence[KernelSample], terms: Sequence[str]) -> KernelRates:
     """Least squares of relative errors."""
     shuffled = [samples[index] for index in np.random.default_rng(0).permutation(len(samples))]
     away = []
     for fold in range(FOLDS if len(shuffled) >= FOLDS else 0):
         others = [sample for index, sample in enumerate(shuffled) if index % FOLDS != fold]
-        own = KernelRates(terms=rates_of(others, terms))
-        away += [abs(own.seconds(sample.counts) / sample.seconds - 1) for sample in shuffled[fold::FOLDS]]
+        held_out = KernelRates(terms=rates_of(others, terms))
+        away += [abs(held_out.seconds(sample.counts) / sample.seconds - 1) for sample in shuffled[fold::FOLDS]]
     columns = {name: [sample.counts[name] for sample in samples] for name in samples[0].counts}
     return KernelRates(
         terms=rates_of(samples, terms),
@@ -105,7 +105,7 @@ def fitted(samples: Sequence[Sample], terms: Sequence[str]) -> KernelRates:
     )
 
 
-def rates_of(samples: Sequence[Sample], terms: Sequence[str]) -> dict[str, float]:
+def rates_of(samples: Sequence[KernelSample], terms: Sequence[str]) -> dict[str, float]:
     seconds = np.array([sample.seconds for sample in samples])
     products = np.array([[product(term, sample.counts) for term in terms] for sample in samples])
     rates = not_below_zero(products / seconds[:, None], np.ones(len(samples)))
@@ -115,15 +115,15 @@ def rates_of(samples: Sequence[Sample], terms: Sequence[str]) -> dict[str, float
 def not_below_zero(factors: F64, results: F64) -> F64:
     """Least squares of factors [n, k] @ found [k] = results [n]. A term that would need a result below 0 is left out,
     the one with the largest such share first."""
-    found, left = np.zeros(factors.shape[1]), list(range(factors.shape[1]))
+    rates, left = np.zeros(factors.shape[1]), list(range(factors.shape[1]))
     while left:
         scale = np.maximum(np.abs(factors[:, left]).max(axis=0), 1e-300)
         solved = np.linalg.lstsq(factors[:, left] / scale, results, rcond=None)[0]
         if (solved >= 0).all():
-            found[left] = solved / scale
+            rates[left] = solved / scale
             break
         left.pop(int(np.argmin(solved)))
-    return found
+    return rates
 
 
 def read_rates(path: Path) -> DeviceRates:

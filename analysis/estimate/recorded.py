@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 from statistics import fmean, median
 
-from rowcast.analysis.timeline.timeline import Pair, Recording, began, ended, lives
+from rowcast.analysis.timeline import Pair, Recording, began, ended, lives
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.telemetry.timeline import MAIN, Event
+from rowcast.runtime.telemetry.timeline import MAIN, TraceEvent
 
 WITH_WAITS = (MAIN, "fetcher", "planning")  # threads whose waits are recorded
 S = 1e6  # microseconds
@@ -65,40 +65,40 @@ def recorded_run(pair: Pair) -> RecordedRun:
         raise ConfigError("the timeline has several attempts or no whole step; record a run that is not interrupted")
     first = min(began(span) for recording in pair.both for span in recording.spans)
     tracks = {"planning": pair.prefetcher.track("planning"), "main": pair.trainer.track(MAIN)}
-    found = RecordedRun(
+    recorded = RecordedRun(
         first_step=steps[0].number,
         begins={name: (began(spans[0]) - first) / S for name, spans in tracks.items()},
         ended=[(ended(life.step) - first) / S for life in steps],
     )
-    add_tasks(found, pair, began(tracks["main"][0]))
-    add_handovers(found, pair, sorted(ended(life.step) for life in steps))
+    add_tasks(recorded, pair, began(tracks["main"][0]))
+    add_handovers(recorded, pair, sorted(ended(life.step) for life in steps))
     fetched: dict[int, float] = {}
     for span in pair.prefetcher.named("fetch"):
         fetched.setdefault(span.step or 0, began(span))
     for life in steps:  # from the end of a step to the first fetch of the next one: what a barrier takes
         if life.number + 1 in fetched:
             barrier_s = (fetched[life.number + 1] - ended(life.step)) / S
-            found.seconds["barrier"][life.number] = max(0.0, barrier_s - found.usual["step done"])
-    return found
+            recorded.seconds["barrier"][life.number] = max(0.0, barrier_s - recorded.usual["step done"])
+    return recorded
 
 
-def add_tasks(found: RecordedRun, pair: Pair, connected: float) -> None:
-    def add(span: Event, us: float) -> None:
+def add_tasks(recorded: RecordedRun, pair: Pair, connected: float) -> None:
+    def add(span: TraceEvent, us: float) -> None:
         if span.step is not None:
-            found.seconds[TASK_OF.get(span.name, span.name)][span.step] += us / S
+            recorded.seconds[TASK_OF.get(span.name, span.name)][span.step] += us / S
 
     for span in chain(pair.prefetcher.spans, pair.trainer.spans):
         if span.cat == "work":
             add(span, span.dur or 0.0)
         elif span.name == "wait: ranks" and span.step is not None:  # the same time is work of the phase `exchange`
-            found.seconds["exchange"][span.step] += (span.dur or 0.0) / S
-            found.seconds["step"][span.step] -= (span.dur or 0.0) / S
+            recorded.seconds["exchange"][span.step] += (span.dur or 0.0) / S
+            recorded.seconds["step"][span.step] -= (span.dur or 0.0) / S
     for recording, track in product(pair.both, WITH_WAITS):
         for span, us in own_work(recording.track(track), connected):
             add(span, us)
 
 
-def add_handovers(found: RecordedRun, pair: Pair, done: Sequence[float]) -> None:
+def add_handovers(recorded: RecordedRun, pair: Pair, done: Sequence[float]) -> None:
     """Each as far as the receiving thread was free. `done`: the ends of steps."""
     prefetcher, trainer = pair.both
     main = trainer.track(MAIN)
@@ -108,15 +108,17 @@ def add_handovers(found: RecordedRun, pair: Pair, done: Sequence[float]) -> None
         ("rows back", trainer.named("send back"), prefetcher.track("write-back"), "write_back", []),
     ):
         ways, queued = taken(given, spans, name, before)
-        found.usual[what] = usual(chain.from_iterable(ways.values()))
-        found.of_step[what] = {step: fmean(own) / S for step, own in ways.items()}
+        recorded.usual[what] = usual(chain.from_iterable(ways.values()))
+        recorded.of_step[what] = {step: fmean(times) / S for step, times in ways.items()}
         for step, until_free, until_begun in queued if name != "copy in" else ():
-            if until_free / S > found.usual[what]:
-                found.seconds[TASK_OF.get(name, name)][step] += until_begun / S
-    written, copied_in = (sorted(map(ended, own)) for own in (prefetcher.named("write_back"), trainer.named("copy in")))
-    found.usual["rows home"] = usual(woken_by(prefetcher, "write_back", written))
-    found.usual["ring room"] = usual(woken_by(prefetcher, "ring", copied_in))
-    found.usual["step done"] = usual(chain(*(woken_by(prefetcher, reason, done) for reason in ("ahead", "credit"))))
+            if until_free / S > recorded.usual[what]:
+                recorded.seconds[TASK_OF.get(name, name)][step] += until_begun / S
+    written, copied_in = (
+        sorted(map(ended, spans_of)) for spans_of in (prefetcher.named("write_back"), trainer.named("copy in"))
+    )
+    recorded.usual["rows home"] = usual(woken_by(prefetcher, "write_back", written))
+    recorded.usual["ring room"] = usual(woken_by(prefetcher, "ring", copied_in))
+    recorded.usual["step done"] = usual(chain(*(woken_by(prefetcher, reason, done) for reason in ("ahead", "credit"))))
 
 
 def usual(times: Iterable[float]) -> float:
@@ -125,20 +127,20 @@ def usual(times: Iterable[float]) -> float:
 
 
 def taken(
-    given: Iterable[Event], spans: Sequence[Event], task: str, before: Iterable[tuple[Event, float]]
+    given: Iterable[TraceEvent], spans: Sequence[TraceEvent], task: str, before: Iterable[tuple[TraceEvent, float]]
 ) -> tuple[dict[int, list[float]], list[tuple[int, float, float]]]:
     """How a thread with `spans` took up `task` after each task `given`, piece by piece. `before`: its `own_work`.
 
     In microseconds: by step, the ways of pieces that found it free; and of the others the step, until it was free, and
     from then until it began."""
-    own = {id(span): us for span, us in before}
+    worked_us = {id(span): us for span, us in before}
     spans = [span for span in spans if span.name != "wait: rows"]  # one that waits for something else is not free
     left, begun = defaultdict[int | None, list[float]](list), defaultdict[int | None, list[float]](list)
     for span in given:
         left[span.step].append(ended(span))
     for span in spans:
         if span.name == task:
-            begun[span.step].append(began(span) - own.get(id(span), 0.0))
+            begun[span.step].append(began(span) - worked_us.get(id(span), 0.0))
     all_ends, ways, queued = [ended(span) for span in spans], defaultdict[int, list[float]](list), []
     for step, times in left.items():
         if step is None or len(times) != len(begun[step]):
@@ -162,12 +164,12 @@ def woken_by(recording: Recording, reason: str, times: Sequence[float]) -> Itera
             yield ended(wait) - times[last]
 
 
-def own_work(spans: Sequence[Event], since: float = 0.0) -> list[tuple[Event, float]]:
+def own_work(spans: Sequence[TraceEvent], since: float = 0.0) -> list[tuple[TraceEvent, float]]:
     """Microseconds that a thread worked before each span, on what no span covers: messages, results, polling. Only for
     threads whose waits are recorded."""
-    found, end = [], began(spans[0]) if spans else 0.0
+    worked, end = [], began(spans[0]) if spans else 0.0
     for span in spans:
         if span.cat == "work" and began(span) > end >= since:
-            found.append((span, began(span) - end))
+            worked.append((span, began(span) - end))
         end = max(end, ended(span))
-    return found
+    return worked

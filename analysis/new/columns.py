@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from rowcast.prefetcher.readers.arrow_rows import bag_lengths, is_list, lookup_location
+from rowcast.job.formats import DecimalMark
+from rowcast.prefetcher.readers.arrow_rows import WRITTEN, bag_lengths, is_list, lookup_location, written_numbers
 from rowcast.prefetcher.readers.formats.csv import FALSE, TRUE, Cell, lists_of, without_empty
 from rowcast.prefetcher.readers.hashed_ids import is_text
 from rowcast.prefetcher.readers.id_check import Location
@@ -27,18 +28,16 @@ MOST_SAMPLED = 2**16  # rows of a sample; between half as many and all
 MOST_VALUES = 64  # `--label label=2` takes a column with at most so many different values
 FEW = 0.1  # this share of a column's cells or less are exceptions to the kind of the others
 PADDED = r"^\s*-?0\d+\s*$"  # zip codes and other numbers that are never added
-INTEGER, NUMBER = r"^\s*-?\d+\s*$", r"^\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*$"
+INTEGER, NUMBER = r"^\s*-?\d+\s*$", WRITTEN[""]
 WHOLE = r"^\s*(-?(?:0|[1-9][0-9]*))\.0*\s*$"  # 35.0, but not 00501
-# other cells in a column of numbers: none there, or with a comma or a unit
-NO_NUMBER = (
-    r"^(?i:\s*([-+]?(inf|infinity)|null|none|na|n/a|#n/a|\\n|-|\?)\s*"
-    r"|[^\w.,#]{0,4}-?\d+([., ']\d{3})*([.,]\d+)?[^\w.,#]{0,4})$"
-)
-NAN = r"^\s*(?i:nan)\s*$"  # in a column of numbers a missing one, as the reader takes it
+# in a column of numbers, a missing one
+ABSENT = r"^\s*(?i:null|none|na|nan|n/a|#n/a|\\n|-|\?)?\s*$"
+NAN = r"^\s*(?i:nan)\s*$"  # which the reader takes as a missing number
 MONTH = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 TIME = (
-    r"^\s*(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})|\d{1,2}:\d{2}(:\d{2})?"
-    rf"|(\w{{3}}, )?\d{{1,2}}[- ]{MONTH}[- ,]+\d{{2,4}}|{MONTH} \d{{1,2}},? \d{{4}})([ T].*)?$"
+    r"^\s*\[?(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})|\d{1,2}:\d{2}(:\d{2})?|\d{8}T\d{4,6}"
+    rf"|(\w{{3}}, )?\d{{1,2}}[-/ ]{MONTH}[-/ ,]+\d{{2,4}}"
+    rf"|(\w{{3}} )?({MONTH}|\d\d) \d{{1,2}},? (\d{{4}}|[\d:]+ .*\d{{4}}))([ :T].*)?$"
 )
 PAIR = r"^[^:]+:-?(\d+\.?\d*|\.\d+)$"  # key:weight
 
@@ -75,6 +74,9 @@ class ColumnFacts:
     is_list: bool
     num_values: int  # values of lists count one by one, missing ones not at all
     missing: Exceptions
+    absent: Exceptions  # cells such as `?` and `none` in a column of numbers
+    absent_texts: list[str]  # the different texts of these cells, without surrounding spaces
+    mark: DecimalMark  # the decimal mark, if some numbers have separators or units; else ""
     odd: Exceptions  # cells that are no number, in a column of timestamps no timestamp
     fractions: Exceptions  # numbers that are not whole
     not_binary: Exceptions  # cells that are no label
@@ -97,13 +99,19 @@ class ColumnFacts:
         return "string" in self.type
 
     @property
+    def mark_of_text(self) -> DecimalMark:
+        """The mark by which the numbers must be read; "" if the format or `map` makes numbers of them."""
+        return "." if self.is_text and not (self.mark or self.words) else self.mark
+
+    @property
     def is_flag(self) -> bool:
         numbers = self.kind == "integer" and not self.is_list and not self.odd.count
         return numbers and self.low >= 0 and self.high <= 1
 
     @property
     def is_binary(self) -> bool:
-        return self.is_flag and not self.missing.count and (self.low, self.high) == (0, 1)
+        has_all = not self.missing.count and not self.absent.count
+        return self.is_flag and has_all and (self.low, self.high) == (0, 1)
 
     @property
     def num_cells(self) -> int:
@@ -133,7 +141,7 @@ class Distinct:
 
 
 @dataclass(kw_only=True, slots=True)
-class Sample:
+class SampledCells:
     """Every `step`-th row; the step doubles whenever there are too many."""
 
     step: int = 1
@@ -163,10 +171,11 @@ class Watch:
         self._is_list, self._padded, self._all_whole, self._plain = bool(separator), False, True, True
         self._num_values, self._num_pairs, self._num_spaces = 0, 0, 0
         self._range: tuple[float, float] | None = None
-        self._cells = dict.fromkeys(("integer", "number", "nan", "true", "false", "no number", "time", "text"), 0)
+        self._cells = dict.fromkeys(("integer", "number", "nan", "true", "false", "absent", ".", ",", "time"), 0)
         self._missing, self._missing_items, self._not_binary = Exceptions(), Exceptions(), Exceptions()
-        self._not_number, self._not_time, self._fractions = Exceptions(), Exceptions(), Exceptions()
-        self._not_word, self._nan = Exceptions(), Exceptions()
+        self._not_time, self._fractions, self._absent = Exceptions(), Exceptions(), Exceptions()
+        self._not_number: dict[DecimalMark, Exceptions] = {"": Exceptions(), ".": Exceptions(), ",": Exceptions()}
+        self._not_word, self._nan, self._absent_texts = Exceptions(), Exceptions(), set[str]()
         self._values: dict[str, int] = {}
         self._distinct = Distinct()
 
@@ -196,20 +205,23 @@ class Watch:
     def _add_cells(self, own: Any, counts: I64, tally: Callable[[Exceptions, Bools], None]) -> None:
         """Sorts distinct cells by what they look like."""
         is_written_whole, cells = matches(own, INTEGER), by_value(own)
-        is_number, is_integer = matches(cells, NUMBER), matches(cells, INTEGER)
+        written = {mark: matches(cells, form) for mark, form in WRITTEN.items()}
+        is_number, is_integer = written[""], matches(cells, INTEGER)
+        written["."] |= is_number
         is_true, is_false = one_of(cells, TRUE), one_of(cells, FALSE)
-        is_time, is_no_number = matches(cells, TIME), matches(cells, NO_NUMBER) & ~is_number
-        floats = numbers_of(cells.filter(pa.array(is_number)))
+        is_time, is_absent = matches(cells, TIME), matches(cells, ABSENT)
+        floats = numbers_of(cells.filter(pa.array(is_number)), "")
         self._plain = self._plain and bool(is_written_whole[is_integer].all())
         self._add_numbers(floats)
         is_nan = matches(cells, NAN)
-        is_text = ~(is_number | is_nan | is_true | is_false | is_time | is_no_number)
-        for kind, of_kind in zip(
-            self._cells,
-            (is_integer, is_number & ~is_integer, is_nan, is_true, is_false, is_no_number, is_time, is_text),
-            strict=True,
-        ):
+        is_absent &= ~is_nan
+        is_fraction = is_number & ~is_integer
+        kinds = (is_integer, is_fraction, is_nan, is_true, is_false, is_absent, written["."], written[","], is_time)
+        for kind, of_kind in zip(self._cells, kinds, strict=True):
             self._cells[kind] += int(counts[of_kind].sum())
+        self._absent_texts |= {
+            text.decode("utf-8", "replace").strip() for text in cells.filter(pa.array(is_absent)).to_pylist()
+        }
         self._padded = self._padded or bool(matches(cells, PADDED).any())
         self._num_pairs += int(counts[matches(cells, PAIR) & ~is_time].sum())
         self._num_spaces += int(pc.count_substring(cells, " ").to_numpy() @ counts)
@@ -217,10 +229,12 @@ class Watch:
         is_binary[is_number] = np.isin(floats, (0, 1))
         tally(self._not_binary, ~is_binary)
         tally(self._not_word, ~(is_true | is_false))
-        tally(self._not_number, ~is_number & ~is_nan)
+        for mark, exceptions in self._not_number.items():
+            tally(exceptions, ~written[mark] & ~is_nan & ~is_absent)
         tally(self._nan, is_nan)
+        tally(self._absent, is_absent)
         tally(self._not_time, ~is_time)
-        tally(self._fractions, is_number & ~is_integer)
+        tally(self._fractions, is_fraction)
         texts = cells.to_pylist()
         self._distinct.add(np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts)))
         if len(self._values) <= MOST_VALUES:
@@ -234,28 +248,35 @@ class Watch:
             self._range = min(low, float(numbers.min())), max(high, float(numbers.max()))
             self._all_whole = self._all_whole and bool((numbers == np.floor(numbers)).all())
 
-    def _kind_of_cells(self) -> tuple[Kind, Exceptions]:
-        """The kind, and the cells that are no numbers, or no timestamps where most are."""
+    def _kind_of_cells(self) -> tuple[Kind, DecimalMark, Exceptions]:
+        """The kind, how numbers are written, and the cells that are no numbers, or no timestamps where most are."""
         cells, enough = self._cells, (1 - FEW) * self._num_values
-        numbers = cells["integer"] + cells["number"] + cells["nan"]
-        if self._num_values in (cells["integer"] + cells["nan"], cells["true"] + cells["false"]):
-            return "integer", Exceptions()
-        if numbers == self._num_values:
-            return "number", Exceptions()
-        if numbers + cells["no number"] >= enough:
-            return "number", self._not_number
-        return ("time", self._not_time) if cells["time"] >= enough else ("text", self._not_number)
+        whole = self._num_values - cells["nan"] - cells["absent"]
+        has_words = 0 < cells["true"] + cells["false"] == whole
+        if has_words or (cells["integer"] == whole and (whole or cells["nan"])):
+            return "integer", "", Exceptions()
+        numbers = cells["integer"] + cells["number"]
+        mark: DecimalMark = "," if cells[","] > cells["."] else "." if cells["."] > numbers else ""
+        numbers = cells[mark] if mark else numbers
+        if numbers and numbers + cells["nan"] + cells["absent"] >= enough:
+            return "number", mark, self._not_number[mark]
+        return ("time", "", self._not_time) if cells["time"] >= enough else ("text", "", self._not_number[""])
 
     def column(self, sample: Any) -> ColumnFacts:
         """`sample`: values of some of its rows."""
         trues, falses = self._cells["true"], self._cells["false"]
-        words = 0 < trues + falses == self._num_values
+        kind, mark, odd = self._kind_of_cells() if self._kind == "text" else (self._kind, "", Exceptions())
+        is_number = kind in ("integer", "number")
+        words = kind == "integer" and trues + falses > 0
         mostly_words = 0 < trues + falses >= (1 - FEW) * self._num_values
-        kind, odd = self._kind_of_cells() if self._kind == "text" else (self._kind, Exceptions())
         low, high = (float(not falses), float(trues > 0)) if words else self._range or (0.0, 0.0)
         has_numbers = self._kind == "text" and not self._is_list
+        numbers = numbers_of(as_cells(sample), mark) if has_numbers else np.zeros(0)
+        is_given = np.isfinite(numbers)
+        if mark and is_given.any():
+            low, high = float(numbers[is_given].min()), float(numbers[is_given].max())
         missing, num_values = self._missing_items if self._is_list else self._missing, self._num_values
-        if kind in ("integer", "number") and (count := self._nan.count):
+        if is_number and (count := self._nan.count):
             missing, num_values = (
                 replace(missing, count=missing.count + count, where=missing.where or self._nan.where),
                 num_values - count,
@@ -268,6 +289,9 @@ class Watch:
             is_list=self._is_list,
             num_values=num_values,
             missing=missing,
+            absent=self._absent if is_number else Exceptions(),
+            absent_texts=sorted(self._absent_texts) if is_number else [],
+            mark=mark,
             odd=odd,
             fractions=self._fractions,
             not_binary=self._not_word if mostly_words else self._not_binary,
@@ -276,13 +300,13 @@ class Watch:
             values=self._values if len(self._values) <= MOST_VALUES else {},
             low=low,
             high=high,
-            whole=self._all_whole,
+            whole=self._all_whole if not mark else bool((numbers[is_given] == np.floor(numbers[is_given])).all()),
             words=words,
             padded=self._padded,
             plain=self._plain and not words,
             num_spaces=self._num_spaces,
             pairs=self._num_pairs > (1 - FEW) * self._num_values,
-            numbers=numbers_of(as_cells(sample)) if has_numbers else np.zeros(0),
+            numbers=numbers,
         )
 
 
@@ -307,11 +331,9 @@ def by_value(cells: Any) -> Any:
     return pc.replace_substring_regex(cells, WHOLE, r"\1")
 
 
-def numbers_of(cells: Any) -> F64:
+def numbers_of(cells: Any, mark: DecimalMark) -> F64:
     """Returns f64 [n]: numbers, True as 1 and False as 0, NaN for other cells."""
-    is_number = pa.array(matches(cells, NUMBER))
-    floats = pc.if_else(is_number, cells, None).cast(pa.string())
-    own: F64 = np.array(pc.utf8_trim_whitespace(floats).cast(pa.float64()), np.float64)
+    own = written_numbers(cells, mark)
     own[one_of(cells, TRUE)], own[one_of(cells, FALSE)] = 1, 0
     return own
 

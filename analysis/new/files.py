@@ -17,21 +17,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rowcast.analysis.new.columns import (
+    ABSENT,
     FEW,
-    NO_NUMBER,
     NUMBER,
     PAIR,
     TIME,
     ColumnFacts,
     Kind,
-    Sample,
+    SampledCells,
     Watch,
     as_cells,
     matches,
 )
 from rowcast.analysis.show import AnalysisProgress, Tick
 from rowcast.job.formats import FORMATS
-from rowcast.prefetcher.readers.arrow_rows import is_list, require_single
+from rowcast.prefetcher.readers.arrow_rows import WRITTEN, is_list, require_single
 from rowcast.prefetcher.readers.data_files import data_files, is_gzip, no_rows
 from rowcast.prefetcher.readers.formats.arrow import ArrowFiles
 from rowcast.prefetcher.readers.formats.criteo_tsv import DENSE, SPARSE
@@ -40,17 +40,17 @@ from rowcast.prefetcher.readers.formats.csv import (
     BRACKETS,
     Cell,
     CsvLayout,
+    batches_of,
     beginning,
-    decode,
     fields_of,
     split_cells,
 )
 from rowcast.prefetcher.readers.formats.jsonl import decode as decode_json
-from rowcast.prefetcher.readers.formats.jsonl import is_one_kind, values_of
+from rowcast.prefetcher.readers.formats.jsonl import is_one_kind, object_lines, values_of
 from rowcast.prefetcher.readers.formats.jsonl import kind_of as kind_of_json
 from rowcast.prefetcher.readers.formats.parquet import ParquetFiles
-from rowcast.prefetcher.readers.id_check import Location, line_location, row_location
-from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text, pieces
+from rowcast.prefetcher.readers.id_check import Location, row_location
+from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, open_text
 from rowcast.runtime.errors import ConfigError, DataError
 
 FileKind = Literal["csv", "jsonl", "parquet", "arrow", "criteo-tsv"]
@@ -60,7 +60,7 @@ PARQUET_ROWS = 65536  # read together
 BEGINNING = 2**16  # bytes that tell what a file is
 # the files that are read in a folder
 DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|dat|data|inter)(\.gz)?)"
-DELIMITERS = ("\t", ",", ";", "|", "::")
+DELIMITERS = ("\t", ", ", ",", ";", "|", "::")  # ", " of cells without quotes
 CRITEO_NAMES = ["label", *DENSE, *SPARSE]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
 FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
@@ -84,7 +84,8 @@ OTHER_KINDS = (
     (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord", "import pandas as pd, tfrecord",
      "pd.DataFrame(tfrecord.tfrecord_loader({path}, None)).to_parquet({out})"),
     (rb"\s*<", "a web page, or XML", PANDAS, "pd.read_html({path})[0].to_parquet({out})"),
-    (rb"\s*\[\s*\{", "a JSON array", PANDAS, "pd.read_json({path}).to_parquet({out})"),
+    (rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"0"\s*:', "JSON by columns, as pandas writes it", PANDAS,
+     "pd.read_json({path}).to_parquet({out})"),
     (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)",
      "import pandas as pd, pathlib; lines = [line.split() for line in pathlib.Path({path}).read_text().splitlines()]",
      'pd.DataFrame({{"label": [float(own[0]) for own in lines], '
@@ -99,7 +100,7 @@ ZIPPED = {  # a name in the archive -> the same
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class TableShape:
     """What a file is, and where the names of its columns come from."""
 
     kind: FileKind
@@ -110,7 +111,7 @@ class Shape:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSet:
     path: str  # as given
-    shape: Shape
+    shape: TableShape
     files: list[Path]  # in reading order, with those that have no row
     num_rows: int
     columns: list[ColumnFacts]
@@ -119,9 +120,9 @@ class DataSet:
 
     def named(self, name: str) -> ColumnFacts | None:
         """Finds a column by its name, or by its name without spaces around it and without RecBole's type."""
-        spellings: tuple[Callable[[str], str], ...] = (str, str.strip, lambda own: own.strip().partition(":")[0])
-        found = (column for spelling in spellings for column in self.columns if spelling(column.name) == name)
-        return next(found, None)
+        spellings: tuple[Callable[[str], str], ...] = (str, str.strip, lambda name: name.strip().partition(":")[0])
+        columns = (column for spelling in spellings for column in self.columns if spelling(column.name) == name)
+        return next(columns, None)
 
 
 def look_at(path: str, names: Sequence[str], lists: dict[str, str], progress: AnalysisProgress) -> DataSet:
@@ -140,22 +141,22 @@ def look_at(path: str, names: Sequence[str], lists: dict[str, str], progress: An
             f"kind, for example '{path}/*{first.suffix}'"
         )
     [kind], what = set(kinds.values()), "looking at every row, in pieces"
-    shape = shape_of_text(next(iter(kinds)), names) if kind == "csv" else Shape(kind=kind)
-    if Path(path).is_dir() and not all(re.fullmatch(FORMATS[shape.kind].file_names, own.name) for own in every):
+    shape = shape_of_text(next(iter(kinds)), names) if kind == "csv" else TableShape(kind=kind)
+    if Path(path).is_dir() and not all(re.fullmatch(FORMATS[shape.kind].file_names, file.name) for file in every):
         path = f"{path}/*{''.join(every[0].suffixes)}"
     by_kind = {"parquet": parquet_pieces, "arrow": arrow_pieces, "jsonl": json_pieces}
     read = by_kind.get(kind, partial(text_pieces, shape))
     return watched(path, shape, every, read(list(kinds), partial(progress.begin, what)), lists)
 
 
-def watched(path: str, shape: Shape, files: list[Path], found: Pieces, lists: dict[str, str]) -> DataSet:
+def watched(path: str, shape: TableShape, files: list[Path], pieces: Pieces, lists: dict[str, str]) -> DataSet:
     """Looks at pieces (a record batch, the places of its rows)."""
-    watches, sample = list[Watch](), Sample()
-    for piece, location in found:
+    watches, sample = list[Watch](), SampledCells()
+    for piece, location in pieces:
         if not watches:
-            kinds = {own.name: (str(own.type), kind_of(own.type)) for own in piece.schema}
+            kinds = {column.name: (str(column.type), kind_of(column.type)) for column in piece.schema}
             watches = [
-                Watch(name, *own, lists.get(name, separator_of(name, piece[name]))) for name, own in kinds.items()
+                Watch(name, *kind, lists.get(name, separator_of(name, piece[name]))) for name, kind in kinds.items()
             ]
         for watch in watches:
             watch.add(piece[watch.name], location)
@@ -176,12 +177,12 @@ def kind_of_file(file: Path) -> FileKind | None:
     if begin.startswith(b"PK\x03\x04"):
         inside = zipfile.ZipFile(file).namelist()
         raise another_kind(
-            file, *next(own for name, own in ZIPPED.items() if any(re.fullmatch(name, one) for one in inside))
+            file, *next(kind for name, kind in ZIPPED.items() if any(re.fullmatch(name, one) for one in inside))
         )
     if begin.startswith((b"PAR1", b"ARROW1")):
         return "parquet" if begin.startswith(b"PAR1") else "arrow"
     text = begin.removeprefix(b"\xef\xbb\xbf").strip()
-    return None if not text else "jsonl" if re.match(rb'\{\s*"', text) else "csv"
+    return None if not text else "jsonl" if re.match(rb'(\[\s*)?\{\s*"', text) else "csv"
 
 
 def beginning_of(file: Path) -> bytes:
@@ -202,12 +203,12 @@ def another_kind(file: Path, what: str, imports: str, code: str) -> DataError:
     )
 
 
-def shape_of_text(file: Path, names: Sequence[str]) -> Shape:
+def shape_of_text(file: Path, names: Sequence[str]) -> TableShape:
     """Raises DataError for a header that is none."""
     text = beginning_of(file).removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace")
-    lines = text.splitlines()[: 20 if len(text) < BEGINNING else -1]
+    lines = text.splitlines()[: None if len(text) < BEGINNING else -1]
     if not names and re.fullmatch(CRITEO_LINE, lines[0]):
-        return Shape(kind="criteo-tsv", delimiter="\t", names=CRITEO_NAMES)
+        return TableShape(kind="criteo-tsv", delimiter="\t", names=CRITEO_NAMES)
     delimiter = delimiter_of([line for line in lines if line])
     rows = [fields_of(line, delimiter, strict=False) for line in lines if line]
     if lines[0].startswith("#") and len(rows[0]) != len(rows[-1]):
@@ -218,14 +219,19 @@ def shape_of_text(file: Path, names: Sequence[str]) -> Shape:
         raise ConfigError(
             f"--names gives {len(names)} names, and {file} has {len(rows[0])} columns, the first row {lines[0][:80]!r}"
         )
-    return Shape(kind="csv", delimiter=delimiter, names=names)
+    return TableShape(kind="csv", delimiter=delimiter, names=names)
 
 
 def delimiter_of(lines: list[str]) -> str:
     """The delimiter that all lines have equally often, or else the first line has most often."""
-    counts = {own: [line.count(own) for line in lines] for own in DELIMITERS}
-    even = [own for own in counts if len(set(counts[own])) == 1 and counts[own][0]]
-    best = max(even or counts, key=lambda own: counts[own][0])
+    has_quotes = any('"' in line for line in lines)
+    counts = {
+        delimiter: [line.count(delimiter) for line in lines]
+        for delimiter in DELIMITERS
+        if delimiter != ", " or not has_quotes
+    }
+    even = [delimiter for delimiter in counts if len(set(counts[delimiter])) == 1 and counts[delimiter][0]]
+    best = max(even or counts, key=lambda delimiter: counts[delimiter][0])
     return best if counts[best][0] else " "
 
 
@@ -255,9 +261,10 @@ def require_names(file: Path, rows: list[list[str]]) -> None:
 
 
 def example_names(rows: list[list[str]]) -> list[str]:
-    names = [f"c{number}" for number in range(1, len(rows[0]) + 1)]
-    labels = [i for i in (0, len(names) - 1) if {row[i].strip() for row in rows if len(row) > i} <= {"0", "1"}]
-    if labels:
+    """Names that tell no role; the label is an outer column of 0 and 1 if the other outer one is none."""
+    names = [f"column_{number}" for number in range(1, len(rows[0]) + 1)]
+    labels = [i for i in (0, len(names) - 1) if {row[i].strip() for row in rows if len(row) > i} == {"0", "1"}]
+    if len(labels) == 1:
         names[labels[0]] = "label"
     return ["user", "item", "rating", "timestamp"][: len(names)] if len(names) in (3, 4) and not labels else names
 
@@ -266,7 +273,7 @@ def looks_like_a_value(cell: str) -> bool:
     return any(re.match(pattern, cell) for pattern in (NUMBER, TIME))
 
 
-def text_pieces(shape: Shape, files: list[Path], begin: Begin) -> Pieces:
+def text_pieces(shape: TableShape, files: list[Path], begin: Begin) -> Pieces:
     sizes = [None if is_gzip(file) else -(-file.stat().st_size // CHUNK_BYTES) for file in files]
     tick = begin(None if None in sizes else sum(size or 0 for size in sizes))
     filled, header, _ = beginning(files, shape.delimiter, shape.names)
@@ -278,34 +285,33 @@ def text_pieces(shape: Shape, files: list[Path], begin: Begin) -> Pieces:
     )
     for file in filled:
         with open_text(file) as stream:
-            for first, num_lines, rows in pieces(stream, file, layout.header_lines):
-                require_lines(rows, line_location(file, first))
-                yield decode(rows, num_lines, layout, line_location(file, first)), line_location(file, first)
+            for rows, _, location in batches_of(file, stream, layout):
+                require_values(rows, location)
+                yield rows, location
                 tick()
 
 
-def require_lines(rows: bytes, location: Location) -> None:
+def require_values(rows: Any, location: Location) -> None:
     """Raises DataError for an empty line, in which the fast parser sees missing values."""
-    whole = b"\n" + rows.replace(b"\r", b"")
-    if (at := whole.find(b"\n\n")) >= 0:
-        raise DataError(f"{location(whole[:at].count(bytes([10])))}: the line is empty; remove it")
+    is_empty = np.all([column.is_null().to_numpy(zero_copy_only=False) for column in rows.columns], axis=0)
+    if is_empty.any():
+        raise DataError(f"{location(int(np.argmax(is_empty)))}: the line is empty; remove it")
 
 
 def json_pieces(files: list[Path], begin: Begin) -> Pieces:
     tick, types = begin(None), dict[str, Any]()
     for file in files:
         with open_text(file) as stream:
-            for first, num_lines, lines in pieces(stream, file, 0):
-                where = line_location(file, first)
-                found = {} if types else values_of(lines, where)
-                types |= {name: kind_of_json(own) for name, own in found.items() if is_one_kind(own)}
-                yield decode_json(types, lines, num_lines, where), where
+            for lines, where, _ in object_lines(stream, file):
+                values = {} if types else values_of(lines.text, where)
+                types |= {name: kind_of_json(cells) for name, cells in values.items() if is_one_kind(cells)}
+                yield decode_json(types, lines.text, lines.num_lines, where), where
                 tick()
 
 
 def arrow_pieces(files: list[Path], begin: Begin) -> Pieces:
-    found, tick = ArrowFiles(files, []), begin(None)
-    for file, opened in zip(found.paths, found.files, strict=True):
+    arrow, tick = ArrowFiles(files, []), begin(None)
+    for file, opened in zip(arrow.paths, arrow.files, strict=True):
         first = 0
         reader = pa.ipc.open_file(opened.content)
         for batch in map(reader.get_batch, range(reader.num_record_batches)):
@@ -316,14 +322,14 @@ def arrow_pieces(files: list[Path], begin: Begin) -> Pieces:
 
 
 def parquet_pieces(files: list[Path], begin: Begin) -> Pieces:
-    found = ParquetFiles(files, [])
-    tick, names = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(found.bounds))), found.schemas[0].names
-    for file, schema in zip(found.paths, found.schemas, strict=True):
+    arrow = ParquetFiles(files, [])
+    tick, names = begin(sum(-(-int(count) // PARQUET_ROWS) for count in np.diff(arrow.bounds))), arrow.schemas[0].names
+    for file, schema in zip(arrow.paths, arrow.schemas, strict=True):
         require_single(file, schema.names, schema.names)
         lacking = [name for name in names if name not in schema.names]
         if lacking:
             raise DataError(
-                f"{file}: column {lacking[0]} is missing, but {found.paths[0]} has it; give all files the same columns"
+                f"{file}: column {lacking[0]} is missing, but {arrow.paths[0]} has it; give all files the same columns"
             )
         first = 0
         with pq.ParquetFile(file) as opened:
@@ -350,12 +356,12 @@ def separator_of(name: str, values: Any) -> str:
         return ""
     cells = as_cells(values).drop_null().unique()
     cells = cells.filter(pc.greater(pc.binary_length(cells), 0))
-    plain = matches(cells, NUMBER) | matches(cells, TIME) | matches(cells, NO_NUMBER)
+    plain = np.any([matches(cells, form) for form in (TIME, ABSENT, *WRITTEN.values())], axis=0)
     if not len(cells) or plain.mean() > 1 - FEW:
         return ""
     if matches(cells, f"^{BRACKETED}$").all():
         return BRACKETS
-    return next((own for own in ("^", "|", ";", ",", " ") if are_lists(cells, own)), "")
+    return next((separator for separator in ("^", "|", ";", ",", " ") if are_lists(cells, separator)), "")
 
 
 def are_lists(cells: Any, separator: str) -> bool:
@@ -363,11 +369,11 @@ def are_lists(cells: Any, separator: str) -> bool:
     parts = split_cells(cells, Cell(kind="text", separator=separator)).flatten().drop_null()
     if len(parts) == len(cells):
         return False
-    own = parts.unique()
-    if matches(own, r"^-?\d+$").all() or matches(own, PAIR).mean() > 1 - FEW:
+    distinct = parts.unique()
+    if matches(distinct, r"^-?\d+$").all() or matches(distinct, PAIR).mean() > 1 - FEW:
         return True
     if separator in "^|":
-        return not matches(own, r"^\s|\s$").any()
+        return not matches(distinct, r"^\s|\s$").any()
     if separator == " ":
-        return len(own) * FEWEST_REPEATS <= len(cells) or len(own) < len(cells) <= 2 * FEWEST_REPEATS
-    return len(own) < (1 - FEW) * len(parts) and not matches(own, r"^\s|\s$").any()
+        return len(distinct) * FEWEST_REPEATS <= len(cells) or len(distinct) < len(cells) <= 2 * FEWEST_REPEATS
+    return len(distinct) < (1 - FEW) * len(parts) and not matches(distinct, r"^\s|\s$").any()

@@ -4,22 +4,22 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import msgspec
-from rich.cells import cell_len
+from rich.console import Console
 from typer import Option
 
 from rowcast.analysis.advise.advise import AdviseOptions, advise_job
 from rowcast.analysis.new.files import DataSet, look_at
-from rowcast.analysis.new.labels import poor_evaluation
-from rowcast.analysis.new.roles import Choice, ChosenRoles, Wish, choose
-from rowcast.analysis.show import AnalysisProgress, ProgressBar
-from rowcast.analysis.simulate.grid import with_values
-from rowcast.job.file import parse_job
+from rowcast.analysis.new.labels import TAIL, poor_evaluation
+from rowcast.analysis.new.roles import ChosenRoles, RoleChoice, Wish, choose
+from rowcast.analysis.show import AnalysisProgress, Part, ProgressBar, table_of, tell
+from rowcast.job.file import parse_job, with_values
 from rowcast.job.formats import Prepare
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS
@@ -30,13 +30,23 @@ from rowcast.runtime.telemetry.format_numbers import plural
 
 WHOLE_RUN_ROWS = 1_000_000  # of larger data, as many from the start decide the capacity
 TEXT = ("csv", "criteo-tsv", "jsonl")
+HEADS = ("column", "role", "becomes", "because")
+NUMBERS = re.compile(r"\d+(,\d{3})*(\.\d+)?")
+CONTINUE = (
+    "Change these with --label, --dense, --ids and --lists. With the output in job.toml, continue with",
+    "  rowcast check --config job.toml",
+    "  rowcast train --config job.toml",
+)
 MEMORY_SHARE = 0.25
 FIRST_CAPACITY = "64MiB"  # until the capacity is known
 LEAST_CAPACITY = "1MiB"
 EMBEDDING_DIM, SMALL_DIM, SMALL_ROWS = 16, 8, 20_000  # rows that are too few to train wide vectors
+FEW_ROWS, SMALL_EPOCHS = 100_000, 10
 LEAST_STEPS = 100  # per epoch, if batches of at least 32 allow it
 LARGEST_BATCH, SMALLEST_BATCH = 2048, 32
-WIDEST = 40  # characters of a column of the table that is printed
+
+
+Row = tuple[str, str, str, str]
 
 
 def new(
@@ -60,12 +70,28 @@ def new(
     """Writes the job file to stdout and the choices to stderr. Raises ConfigError and DataError."""
     wish = Wish(label=label, dense=split(dense), ids=split(ids))
     with ProgressBar() as progress:
-        found = look_at(data, split(names), dict(map(separator, lists or [])), progress)
-    chosen = choose(found, wish)
-    capacity, why = advised_capacity(found, chosen)
-    sys.stdout.write(job_text(found, chosen, capacity, why))
+        text, summary = proposed(data, wish, split(names), dict(map(separator, lists or [])), progress)
+    sys.stdout.write(text)
     sys.stdout.flush()
-    sys.stderr.write("".join(f"{printable(line)}\n" for line in summary(found, chosen)))
+    sys.stderr.write(written([*summary, *CONTINUE], Console(stderr=True, highlight=False)))
+
+
+def written(parts: Iterable[Part], console: Console) -> str:
+    """Returns what `tell` prints, without spaces at the ends of lines."""
+    with console.capture() as shown:
+        tell(parts, console)
+    return "".join(f"{line.rstrip()}\n" for line in shown.get().splitlines())
+
+
+def proposed(
+    path: str, wish: Wish, names: Sequence[str], lists: dict[str, str], progress: AnalysisProgress
+) -> tuple[str, list[Part]]:
+    """Returns the job file for the files of `path`, and what to show of it. `lists`: separators of some columns' items.
+    Raises ConfigError and DataError."""
+    data = look_at(path, names, lists, progress)
+    chosen = choose(data, wish)
+    capacity, why = advised_capacity(data, chosen)
+    return job_text(data, chosen, capacity, why), [*summary_of(data, chosen)]
 
 
 def split(names: str) -> list[str]:
@@ -73,10 +99,10 @@ def split(names: str) -> list[str]:
 
 
 def separator(given: str) -> tuple[str, str]:
-    name, is_given, own = given.rpartition("=") if not given.endswith("==") else (given[:-2], "=", "=")
+    name, is_given, mark = given.rpartition("=") if not given.endswith("==") else (given[:-2], "=", "=")
     if not is_given:
         raise ConfigError(f"--lists {given}: give a column and a separator, such as --lists 'genres=|'")
-    return name, own
+    return name, mark
 
 
 def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
@@ -86,7 +112,7 @@ def advised_capacity(data: DataSet, chosen: ChosenRoles) -> tuple[str, str]:
         job, max_steps = with_values(job, {"data": {"eval_fraction": 0.0}}), WHOLE_RUN_ROWS // batch_size(data)
     try:
         with TemporaryDirectory() as folder:
-            job = with_values(job, {"data": {"copies": folder}})
+            job = with_values(job, {"data": {"copies": folder, "epochs": 1}})
             if max_steps is not None and data.shape.kind in TEXT:
                 job = with_values(job, {"data": {"path": first_rows(data, Path(folder))}})
             advice = advise_job(job, AdviseOptions(sample=1.0, max_steps=max_steps), AnalysisProgress(), MEMORY_SHARE)
@@ -114,38 +140,54 @@ def first_rows(data: DataSet, folder: Path) -> str:
     return f"{rows}/*"
 
 
-def summary(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
-    yield f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files, '')}"
+def summary_of(data: DataSet, chosen: ChosenRoles) -> Iterator[Part]:
+    yield printable(f"{plural(data.num_rows, 'row')} in {listed_files(data.path, data.files, '')}")
     label = chosen.label
-    rows: list[tuple[str, ...]] = [(own.column.name, own.role, becomes(own), reason(own)) for own in chosen.choices]
-    doubtful = sum(bool(own.instead) for own in chosen.choices)
-    rows = [row for _, row in sorted(zip(chosen.choices, rows, strict=True), key=lambda pair: not pair[0].instead)]
-    rows.insert(doubtful, (label.name, "label", share_of_ones(chosen), label.why))
-    rows.insert(0, ("column", "role", "becomes", "because"))
-    widths = [min(WIDEST, max(cell_len(row[i]) for row in rows)) for i in range(3)]
-    for row in rows:
-        yield "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, [*widths, 0], strict=True))
+    doubtful = [row_of(choice) for choice in chosen.choices if choice.instead]
+    others = [row_of(choice) for choice in chosen.choices if not choice.instead]
+    rows = [*joined(doubtful), (label.name, "label", label.share, label.why), *joined(others)]
+    heads = {head: lambda row, place=place: printable(row[place]) for place, head in enumerate(HEADS)}
+    yield table_of(rows, heads, left=HEADS)
     if poor := poor_evaluation(data, label):
-        yield f"Before you train: {poor}"
-    yield "Change these with --label, --dense, --ids and --lists. With the output in job.toml, continue with"
-    yield "  rowcast check --config job.toml"
-    yield "  rowcast train --config job.toml"
+        yield printable(f"Before you train: {poor}")
 
 
-def reason(choice: Choice) -> str:
-    return f"{choice.why}; {choice.instead} decides otherwise" if choice.instead else choice.why
+def joined(rows: Iterable[Row]) -> Iterator[Row]:
+    """Three columns or more in turn that differ only in numbers are one line: C1 ... C26."""
+    for _, group in groupby(rows, key=lambda row: [NUMBERS.sub("#", cell) for cell in row]):
+        same = [*group]
+        if len(same) < 3:
+            yield from same
+            continue
+        _, *cells = zip(*same, strict=True)
+        role, size, why = map(with_ranges, cells)
+        yield f"{same[0][0]} ... {same[-1][0]}", role, size, why
 
 
-def share_of_ones(chosen: ChosenRoles) -> str:
-    return f"1 in {100 * chosen.label.ones.mean():.3g} % of the rows"
+def with_ranges(cells: Sequence[str]) -> str:
+    """Cells that differ only in numbers as one, with the least and the largest of each: 12 to 1,000 rows."""
+    every = [[float(number[0].replace(",", "")) for number in NUMBERS.finditer(cell)] for cell in cells]
+    spans = [(f"{min(numbers):,.10g}", f"{max(numbers):,.10g}") for numbers in zip(*every, strict=True)]
+    ranges = iter([low if low == high else f"{low} to {high}" for low, high in spans])
+    return NUMBERS.sub(lambda _: next(ranges), cells[0]) if len(set(cells)) > 1 else cells[0]
 
 
-def becomes(choice: Choice) -> str:
+def row_of(choice: RoleChoice) -> Row:
+    why = f"{choice.why}; {choice.instead} decides otherwise" if choice.instead else choice.why
+    return choice.column.name, choice.role, becomes(choice), why
+
+
+def becomes(choice: RoleChoice) -> str:
     if choice.role == "ids":
         return f"{choice.num_embeddings:,} rows{', hashed' * choice.hashed}{', lists' * choice.column.is_list}"
-    own = choice.prepare
-    said = (("missing {own.fill:g}", own.fill is not None), ("log(1 + x)", own.log1p), ("scaled", own.standardize))
-    return ", ".join(text.format(own=own) for text, is_so in said if is_so)
+    prepare = choice.prepare
+    said = (
+        (f"missing {prepare.fill or 0:g}", prepare.fill is not None),
+        ("log(1 + x)", prepare.log1p),
+        ("scaled", prepare.standardize),
+        ("buckets", prepare.buckets),
+    )
+    return ", ".join(text for text, is_so in said if is_so)
 
 
 def rules_of(prepare: Prepare) -> list[str]:
@@ -154,7 +196,7 @@ def rules_of(prepare: Prepare) -> list[str]:
 
 def given_rules(prepare: Prepare) -> dict[str, str]:
     """The keys that differ from the default, as TOML."""
-    rules = {name: own for name, own in msgspec.structs.asdict(prepare).items() if own != getattr(AS_IT_IS, name)}
+    rules = {name: value for name, value in msgspec.structs.asdict(prepare).items() if value != getattr(AS_IT_IS, name)}
     return {
         name: f"{{ {', '.join(f'{key(one)} = {value:g}' for one, value in own.items())} }}"
         if isinstance(own, dict)
@@ -187,6 +229,11 @@ def batch_size(data: DataSet) -> int:
     return min(LARGEST_BATCH, max(SMALLEST_BATCH, 1 << (fitting.bit_length() - 1)))
 
 
+def is_small(data: DataSet) -> bool:
+    """Whether one epoch has too few steps."""
+    return data.num_rows < FEW_ROWS
+
+
 def embedding_dim(data: DataSet) -> int:
     return SMALL_DIM if data.num_rows < SMALL_ROWS else EMBEDDING_DIM
 
@@ -213,10 +260,13 @@ def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     yield f"format = {quoted(data.shape.kind)}"
     yield f"path = {quoted(data.path)}"
     yield f"batch_size = {batch_size(data)}"
-    yield 'epochs = 1  # for more, add [eval] with patience = 1 and keep = "best": it ends training in time'
+    if is_small(data):
+        yield f"epochs = {SMALL_EPOCHS}  # at most, with [eval]"
+    else:
+        yield 'epochs = 1  # for more, add [eval] with patience = 1 and keep = "best": it ends training in time'
     yield "eval_fraction = 0.1  # the last tenth of the rows, in the files' order, is for evaluation"
     yield 'shuffle = "window:65536"  # the other rows are shuffled within blocks of this many'
-    if data.shape.kind != "criteo-tsv" and not all(own.hashed for own in chosen.of("ids")):
+    if data.shape.kind != "criteo-tsv" and not all(choice.hashed for choice in chosen.of("ids")):
         yield 'on_invalid_id = "zero"  # an id beyond its table, such as a new one, uses row 0; "error" ends the run'
     yield ""
 
@@ -228,24 +278,34 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         yield f"names = {names(list(shape.names))}  # the file has no header"
     if shape.delimiter != ",":
         yield f"delimiter = {quoted(shape.delimiter)}"
-    yield f"label = {quoted(label.name)}  # {label.text}: {share_of_ones(chosen)}"
-    yield f"dense = {names([own.column.name for own in chosen.of('dense')])}"
-    if hashed := [own.column.name for own in ids if own.hashed]:
+    yield f"label = {quoted(label.name)}  # {label.text}: {label.share}"
+    if label.is_number:
+        yield 'label_values = "real"'
+    yield f"dense = {names([choice.column.name for choice in chosen.of('dense')])}"
+    if hashed := [choice.column.name for choice in ids if choice.hashed]:
         yield f"hash = {names(hashed)}  # a missing id is row 0"
         yield "hash_by_value = true  # 35, 35.0 and an integer 35 are one id; 00501 is text"
-    if lists := [own.column for own in ids if own.column.separator]:
-        yield f"lists = {{ {', '.join(f'{key(own.name)} = {quoted(own.separator)}' for own in lists)} }}"
-    for own in chosen.choices:
-        if own.instead or own.role == "left out" or own.column.odd.count:
-            yield f"# {own.role}: {printable(own.column.name)} ({printable(own.why)})" + f"; {own.instead}" * bool(
-                own.instead
+    if lists := [choice.column for choice in ids if choice.column.separator]:
+        yield f"lists = {{ {', '.join(f'{key(column.name)} = {quoted(column.separator)}' for column in lists)} }}"
+    for choice in chosen.choices:
+        if (
+            choice.instead
+            or choice.role == "left out"
+            or choice.column.odd.count
+            or (choice.role == "ids" and choice.column.absent.count)
+        ):
+            yield (
+                f"# {choice.role}: {printable(choice.column.name)} ({printable(choice.why)})"
+                + f"; {choice.instead}" * bool(choice.instead)
             )
     yield ""
-    prepares = {label.name: label.prepare} | {own.column.name: own.prepare for own in chosen.choices}
+    prepares = {label.name: label.prepare} | {choice.column.name: choice.prepare for choice in chosen.choices}
     if any(prepare != AS_IT_IS for prepare in prepares.values()):
-        yield "[data.columns.prepare]  # in this order: map, fill, least, log1p, standardize, at_least"
+        yield "[data.columns.prepare]  # in this order: missing, map or number, fill, least, log1p, standardize, ..."
         yield from (
-            f"{key(name)} = {{ {', '.join(rules_of(own))} }}" for name, own in prepares.items() if own != AS_IT_IS
+            f"{key(name)} = {{ {', '.join(rules_of(prepare))} }}"
+            for name, prepare in prepares.items()
+            if prepare != AS_IT_IS
         )
         yield ""
 
@@ -261,6 +321,14 @@ def tables(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         if ids.column.is_list:
             yield 'pooling = "sum"  # of the rows of one list'
         yield ""
+    for choice in chosen.of("dense"):
+        if bounds := choice.prepare.buckets:
+            yield "[[tables]]"
+            yield f"name = {quoted(table_name(f'{choice.column.name}_buckets', taken))}"
+            yield f"num_embeddings = {len(bounds) + 2}  # a row for each range of the dense feature"
+            yield f"embedding_dim = {embedding_dim(data)}"
+            yield f"features = {names([choice.column.name])}"
+            yield ""
 
 
 def rest(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -> Iterator[str]:
@@ -270,16 +338,24 @@ def rest(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -
         "" if chosen.of("dense") else "  # a learned vector, because there are no dense features"
     )
     yield "top_mlp = [128, 64, 1]"
+    if chosen.label.is_number:
+        yield 'task = "regression"'
+        yield f"target = {list(chosen.label.target)}  # mean and deviation of the label"
     yield ""
     yield "[optimizer]"
     yield f'sparse = {{ kind = "adagrad", lr = {sparse_lr(data)} }}'
     yield f'dense = {{ kind = "adam", lr = {dense_lr(data)} }}'
     yield ""
+    if is_small(data) and int(TAIL * data.num_rows):
+        yield "[eval]  # two epochs without a lower loss end training, and the best is kept"
+        yield "patience = 2"
+        yield 'keep = "best"'
+        yield ""
     yield "[cache]"
     yield f"capacity = {quoted(capacity)}  # {why_capacity}"
 
 
-def size_reason(ids: Choice) -> str:
+def size_reason(ids: RoleChoice) -> str:
     if ids.hashed:
         return f"{ids.column.distinct:,} distinct values; more rows give fewer collisions"
     return f"ids go up to {ids.column.high:,.0f}"

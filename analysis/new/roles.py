@@ -5,17 +5,37 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from string import Formatter
 from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
-from rowcast.analysis.new import names
-from rowcast.analysis.new.columns import FEW, ColumnFacts
+from rowcast.analysis.new.columns import FEW, ColumnFacts, as_cells, matches
 from rowcast.analysis.new.files import DataSet
-from rowcast.analysis.new.labels import Label, contents, known, label_of, option
+from rowcast.analysis.new.labels import (
+    CLOCKS,
+    CODE,
+    CODE_WORD,
+    FIRST_OF_MEASURE,
+    ID,
+    INDEX,
+    MEASURE,
+    MEASURE_WORD,
+    NO_ID,
+    ROW,
+    SECOND_LABEL,
+    TIME,
+    Label,
+    contents,
+    known,
+    label_of,
+    option,
+)
 from rowcast.job.formats import Prepare
-from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS
-from rowcast.runtime.arrays import F64
+from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS, prepared
+from rowcast.prefetcher.readers.formats.csv import FALSE, TRUE
+from rowcast.runtime.arrays import F64, Bools
 from rowcast.runtime.errors import ConfigError
 
 Role = Literal["dense", "ids", "left out"]
@@ -26,8 +46,13 @@ FEW_FRACTIONS = 0.01  # in a column of integers that are ids
 FILLED = 0.5  # integers that fill this share of the range from 0 are numbered things; the lower half, counts
 UNIQUE, MANY_ROWS = 0.9, 5000  # with this share of distinct values in as many rows, ids carry no information
 FEWEST_UNIQUE = 5  # rows that tell a number of rows by its name; 20 times as many without
-MOST_CODES, LEAST_REPEATS = 4096, 3  # codes are few, and each is seen this often
-CHANCE = 1e-3  # that a column is 1 only where the label is
+FEW_CODES, LEAST_REPEATS = 50, 2  # codes are this few, or each is seen this often
+CROWDED, BINS = 5.0, 64
+ROUND = (1000, 100, 10, 5)
+FEWEST_COUNTS = 5  # different numbers
+CHANCE = 5e-3  # that a column has a value, or not its commonest one, only where the label is 1
+BUCKETS = 32  # at most, for a dense feature
+FEWEST_BUCKETS, MOST_BUCKETED = 4, 1_000_000  # different numbers that need buckets; rows that need none
 HEAVY = 10.0  # the 99th percentile over the median (+ 1) of counts, from which a logarithm helps
 ROWS_A_VALUE = 10  # rows per value in a table of hashed ids: about a tenth of the values share their row with another
 LEAST_HASHED = 100
@@ -45,57 +70,57 @@ class Case(NamedTuple):
     label: Label
 
 
-class Rule(NamedTuple):
+class Clue(NamedTuple):
     role: Role
     holds: Callable[[Case], bool]
-    why: str  # filled with what `told` has
+    why: str  # filled with what `TOLD` has
     instead: str = ""  # the option that chooses otherwise; a choice with one is doubtful
 
 
 AT_ONCE = "a timestamp is not a feature; docs/data.md makes hour and weekday of it"
 RULES = (
-    Rule("left out", lambda k: not k.c.num_values, "it has no values"),
-    Rule("left out", lambda k: k.c.kind == "other", "{type} cannot be read"),
-    Rule("left out", lambda k: is_index(k), "it numbers the rows, as the index of pandas does"),
-    Rule("left out", lambda k: k.c.kind == "time", AT_ONCE + "{odd_time}"),
-    Rule("left out", lambda k: bool(clock_of(k)), "{clock}: " + AT_ONCE, "--ids"),
-    Rule("left out", lambda k: k.typed == "float_seq" or (k.c.is_list and k.c.kind == "number" and not k.c.whole),
+    Clue("left out", lambda k: not k.c.num_values, "it has no values"),
+    Clue("left out", lambda k: k.c.kind == "other", "{type} cannot be read"),
+    Clue("left out", lambda k: is_index(k), "it numbers the rows, as the index of pandas does"),
+    Clue("left out", lambda k: k.c.kind == "time", AT_ONCE + "{odd_time}"),
+    Clue("left out", lambda k: bool(clock_of(k)), "{clock}: " + AT_ONCE, "--ids"),
+    Clue("left out", lambda k: k.typed == "float_seq" or (k.c.is_list and k.c.kind == "number" and not k.c.whole),
          "lists of numbers are not features; for weights of ids use data.columns.weights"),
-    Rule("left out", lambda k: is_constant(k.c), "every value is the same"),
-    Rule("left out", lambda k: k.c.is_flag and (k.words[:1] == ["is"] or any(map(is_event, k.words))),
+    Clue("left out", lambda k: is_constant(k.c), "every value is the same"),
+    Clue("left out", lambda k: k.c.is_flag and any(map(is_event, k.words)),
          "by its name another label, which is unknown when {label} is predicted", "--dense"),
-    Rule("left out", lambda k: tells_label(k), "it tells {label}: {tells}", "--dense"),
-    Rule("left out", lambda k: k.c.pairs, "pairs key:weight; write keys and weights as two columns of lists", "--ids"),
-    Rule("left out", lambda k: is_row_number(k), "every row has a value of its own", "--ids"),
-    Rule("left out", lambda k: is_unique(k), "nearly every row has a value of its own", "--ids"),
+    Clue("left out", lambda k: bool(tale_of(k)), "it tells {label}: {tale}", "{either}"),
+    Clue("left out", lambda k: k.c.pairs, "pairs key:weight; write keys and weights as two columns of lists", "--ids"),
+    Clue("left out", lambda k: is_row_number(k), "every row has a value of its own", "--ids"),
+    Clue("left out", lambda k: is_unique(k), "nearly every row has a value of its own", "--ids"),
 
-    Rule("ids", lambda k: k.typed.startswith("token"), "its type is {typed}"),
-    Rule("ids", lambda k: k.c.is_list, "lists of {items}"),
-    Rule("ids", lambda k: is_prose(k), "text with spaces, whose words repeat little", "--lists"),
-    Rule("ids", lambda k: k.c.kind == "text" and 0 < k.c.odd.count < 0.5 * k.c.num_values,
+    Clue("ids", lambda k: k.typed.startswith("token"), "its type is {typed}"),
+    Clue("ids", lambda k: k.c.is_list, "lists of {items}"),
+    Clue("ids", lambda k: is_prose(k), "text with spaces, whose words repeat little", "--lists"),
+    Clue("ids", lambda k: k.c.kind == "text" and 0 < k.c.odd.count < 0.5 * k.c.num_values and bool(len(measured(k.c))),
          "{odd}; hashed as text"),
-    Rule("ids", lambda k: k.c.kind == "text", "text"),
+    Clue("ids", lambda k: k.c.kind == "text", "text"),
 
     # numbers from here on
-    Rule("left out", lambda k: k.c.is_text and not is_named_id(k) and not is_code(k) and not k.c.padded,
-         "numbers in text, of type {type}; write numbers (pandas.to_numeric)", "--ids"),
-    Rule("ids", lambda k: bool(k.c.odd.count) and (is_named_id(k) or is_code(k)), "{odd}; hashed as text"),
-    Rule("left out", lambda k: bool(k.c.odd.count), "{odd}; {remedy}", "--ids"),
-    Rule("dense", lambda k: k.typed == "float", "its type is float"),
-    Rule("left out", lambda k: is_nearly_whole(k), "{fractions}", "--dense"),
-    Rule("dense", lambda k: not k.c.whole, "numbers with fractions"),
-    Rule("ids", lambda k: is_named_id(k), "by its name"),
-    Rule("ids", lambda k: re.fullmatch(names.CODE, k.name) is not None, "codes, by its name"),
-    Rule("ids", lambda k: is_code(k), "codes, by its name"),
-    Rule("dense", lambda k: k.c.is_flag, "0 and 1"),
-    Rule("dense", lambda k: is_measure(k), "a measure or a count, by its name"),
-    Rule("ids", lambda k: k.c.padded, "numbers that begin with 0"),
-    Rule("ids", lambda k: max(-k.c.low, k.c.high) > EXACT, "whole numbers beyond 2**53"),
-    Rule("ids", lambda k: is_numbered(k.c), "whole numbers from 0 on that leave few gaps"),
-    Rule("ids", lambda k: k.c.name in shared_numbering(k), "the columns {stem} share one numbering"),
-    Rule("dense", lambda k: is_count(k.c), "whole numbers, most of them small: a count"),
-    Rule("ids", lambda k: repeats(k.c) and has_gaps(k.c), "{distinct} whole numbers with gaps, as codes", "--dense"),
-    Rule("dense", lambda k: True, "whole numbers"),
+    Clue("ids", lambda k: bool(k.c.odd.count or k.c.absent.count) and (is_named_id(k) or is_code(k)),
+         "{odd}; hashed as text"),
+    Clue("left out", lambda k: bool(k.c.odd.count), "{odd}; correct it", "--ids"),
+    Clue("dense", lambda k: k.typed == "float", "its type is float"),
+    Clue("left out", lambda k: is_nearly_whole(k), "{fractions}", "--dense"),
+    Clue("dense", lambda k: not k.c.whole, "numbers with fractions"),
+    Clue("ids", lambda k: is_named_id(k), "by its name"),
+    Clue("ids", lambda k: re.fullmatch(CODE, k.name) is not None, "codes, by its name"),
+    Clue("ids", lambda k: is_code(k), "codes, by its name"),
+    Clue("dense", lambda k: k.c.is_flag, "0 and 1"),
+    Clue("dense", lambda k: is_measure(k), "a measure or a count, by its name"),
+    Clue("ids", lambda k: k.c.padded, "numbers that begin with 0"),
+    Clue("ids", lambda k: max(-k.c.low, k.c.high) > EXACT, "whole numbers beyond 2**53"),
+    Clue("ids", lambda k: k.c.name in shared_numbering(k), "the columns {stem} share one numbering"),
+    Clue("dense", lambda k: is_count(k.c), "whole numbers, the smaller the more frequent: a count", "--ids"),
+    Clue("ids", lambda k: k.c.distinct <= FEW_CODES and is_numbered(k.c),
+         "{distinct} whole numbers from 0 on that leave few gaps", "--dense"),
+    Clue("ids", lambda k: crowding(k.c) >= CROWDED, "{distinct} whole numbers that come again, as codes do", "--dense"),
+    Clue("dense", lambda k: True, "{distinct} whole numbers, as of a measure", "--ids"),
 )  # fmt: skip
 
 
@@ -107,7 +132,7 @@ class Wish:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class RoleChoice:
     """What becomes of a column, and why. `hashed` and `num_embeddings` are of ids, `prepare` of dense features."""
 
     column: ColumnFacts
@@ -122,10 +147,10 @@ class Choice:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChosenRoles:
     label: Label
-    choices: list[Choice]
+    choices: list[RoleChoice]
 
-    def of(self, role: Role) -> list[Choice]:
-        return [own for own in self.choices if own.role == role]
+    def of(self, role: Role) -> list[RoleChoice]:
+        return [choice for choice in self.choices if choice.role == role]
 
 
 def choose(data: DataSet, wish: Wish) -> ChosenRoles:
@@ -139,64 +164,53 @@ def choose(data: DataSet, wish: Wish) -> ChosenRoles:
         for column in data.columns
         if column.name != label.name
     ]
-    if not any(own.role == "ids" for own in choices):
+    if not any(choice.role == "ids" for choice in choices):
         raise ConfigError(f"{data.path}: no column looks like ids (text, lists, codes); name some with --ids")
     return ChosenRoles(label=label, choices=choices)
 
 
-def chosen(case: Case, is_dense: bool, is_ids: bool) -> Choice:
-    c, rule = case.c, next(own for own in RULES if own.holds(case))
+def chosen(case: Case, is_dense: bool, is_ids: bool) -> RoleChoice:
+    c, rule = case.c, next(clue for clue in RULES if clue.holds(case))
     if is_dense:
         require_dense(c)
-        rule = Rule("dense", rule.holds, "by --dense")
+        rule = Clue("dense", rule.holds, "by --dense")
     if is_ids:
         if (c.kind in ("time", "other") and c.type != "text") or not c.num_values:
             raise ConfigError(f"--ids {c.name}: ids are text or integers, and the column's type is {c.type}")
-        rule = Rule("ids", rule.holds, "by --ids")
-    why, value = rule.why.format_map(told(case)), c.name + "= " * (rule.instead == "--lists")
-    instead = rule.instead and option(rule.instead, value)
+        rule = Clue("ids", rule.holds, "by --ids")
+    why, value = reason_of(rule, case), c.name + "= " * (rule.instead == "--lists")
+    given = rule.instead.format(either="--ids" if c.kind == "text" or is_named_id(case) else "--dense")
+    instead = given and option(given, value)
     if rule.role == "ids":
         hashed = is_hashed(c)
         size = ROWS_A_VALUE * c.distinct + 1 if hashed else with_room(int(c.high) + 1)
-        return Choice(
+        return RoleChoice(
             column=c, role="ids", why=why, instead=instead, hashed=hashed,
             num_embeddings=max(LEAST_HASHED * hashed, rounded_up(size)),
         )  # fmt: skip
-    prepare = AS_IT_IS if rule.role != "dense" else CRITEO if case.data.shape.kind == "criteo-tsv" else scaling(c)
-    return Choice(column=c, role=rule.role, why=why, instead=instead, prepare=prepare)
+    is_criteo = case.data.shape.kind == "criteo-tsv"
+    prepare = AS_IT_IS if rule.role != "dense" else CRITEO if is_criteo else bucketed(case.data, prepare_of(c), c)
+    return RoleChoice(column=c, role=rule.role, why=why, instead=instead, prepare=prepare)
 
 
 def case_of(data: DataSet, label: Label, column: ColumnFacts) -> Case:
     name, _, typed = column.name.strip().partition(":")
     is_typed = typed in ("token", "token_seq", "float", "float_seq")
     name = name if is_typed else column.name.strip()
-    words = [own.lower() for own in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+    words = [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
     return Case(column, name, typed if is_typed else "", words, data, label)
 
 
-def told(case: Case) -> dict[str, str]:
-    """What the reasons of rules name."""
-    c, label = case.c, case.label
-    odd = c.odd.of(c.num_cells, "no timestamp" if c.kind == "time" else "no number") if c.odd.count else ""
-    larger = f"its numbers are larger, or smaller, in all rows where {label.text} is 1"
-    return {
-        "type": c.type,
-        "typed": case.typed,
-        "label": label.text,
-        "odd": odd,
-        "odd_time": odd and f"; {odd}",
-        "remedy": "write a decimal point, no separators or units"
-        if re.search(r"\d", c.odd.value)
-        else "correct it"
-        if not re.fullmatch(r"(?i:null|none|n/?a|#n/a|nan|\\n|-|\?)", c.odd.value.strip())
-        else f"pandas.read_csv({case.data.path!r}).to_parquet('log.parquet') makes NULL and N/A missing values",
-        "clock": clock_of(case),
-        "stem": stem_of(c),
-        "distinct": f"{c.distinct:,}",
-        "items": "text" if c.kind == "text" else "whole numbers",
-        "fractions": c.fractions.of(c.num_cells, "no integer") + "; correct it" if c.fractions.count else "",
-        "tells": f"it is 1 only where {label.text} is 1" if c.is_flag else larger,
-    }
+def odd_of(case: Case) -> str:
+    c = case.c
+    other, what = (c.odd, "no timestamp" if c.kind == "time" else "no number") if c.odd.count else (c.absent, "missing")
+    return other.of(c.num_cells, what) if other.count else ""
+
+
+def reason_of(rule: Clue, case: Case) -> str:
+    """Fills the rule's reason; only what it names is computed."""
+    named = [name for _, name, _, _ in Formatter().parse(rule.why) if name]
+    return rule.why.format_map({name: TOLD[name](case) for name in named})
 
 
 def last_word(case: Case) -> str:
@@ -204,43 +218,39 @@ def last_word(case: Case) -> str:
 
 
 def is_named_id(case: Case) -> bool:
-    return re.fullmatch(names.ID, case.name) is not None and not re.fullmatch(names.NO_ID, case.name)
+    return re.fullmatch(ID, case.name) is not None and not re.fullmatch(NO_ID, case.name)
 
 
 def is_code(case: Case) -> bool:
-    return re.fullmatch(names.CODE_WORD, last_word(case)) is not None and not is_measure(case)
+    return re.fullmatch(CODE_WORD, last_word(case)) is not None and not is_measure(case)
 
 
 def is_measure(case: Case) -> bool:
     return (
-        any(re.fullmatch(own, case.name) for own in (names.MEASURE, names.NO_ID))
-        or re.fullmatch(names.FIRST_OF_MEASURE, case.words[0] if case.words else "") is not None
-        or re.fullmatch(names.MEASURE_WORD, last_word(case)) is not None
+        any(re.fullmatch(pattern, case.name) for pattern in (MEASURE, NO_ID))
+        or re.fullmatch(FIRST_OF_MEASURE, case.words[0] if case.words else "") is not None
+        or re.fullmatch(MEASURE_WORD, last_word(case)) is not None
         or "per" in case.words
     )
 
 
 def is_event(word: str) -> bool:
-    return re.fullmatch(names.SECOND_LABEL, word) is not None
+    return re.fullmatch(SECOND_LABEL, word) is not None
 
 
 def is_nearly_whole(case: Case) -> bool:
     """Whether numbers would be ids without a few that are not whole."""
     c = case.c
     ids = is_named_id(case) or is_code(case) or (is_numbered(c) and c.high > 1 and not is_measure(case))
-    return ids and not c.whole and c.fractions.count <= FEW_FRACTIONS * c.num_values
-
-
-def repeats(c: ColumnFacts) -> bool:
-    return c.distinct <= MOST_CODES and c.num_values >= LEAST_REPEATS * c.distinct
+    return ids and not c.whole and not c.mark and c.fractions.count <= FEW_FRACTIONS * c.num_values
 
 
 def is_constant(c: ColumnFacts) -> bool:
-    return c.distinct < 2 and not (c.missing.count or c.odd.count or c.is_list)
+    return c.distinct < 2 and not (c.missing.count or c.absent.count or c.odd.count or c.is_list)
 
 
 def is_index(case: Case) -> bool:
-    return re.fullmatch(names.INDEX, case.name) is not None and is_increasing(case.c)
+    return re.fullmatch(INDEX, case.name) is not None and is_increasing(case.c)
 
 
 def is_increasing(c: ColumnFacts) -> bool:
@@ -251,7 +261,7 @@ def is_row_number(case: Case) -> bool:
     """Whether the column numbers or names the rows."""
     c, num_rows = case.c, case.data.num_rows
     unique = c.kind in ("integer", "text") and not c.is_list and c.distinct >= 0.99 * num_rows and not c.missing.count
-    named = re.fullmatch(names.ROW, case.name) is not None
+    named = re.fullmatch(ROW, case.name) is not None
     least = FEWEST_UNIQUE if named else 20 * FEWEST_UNIQUE
     return unique and num_rows >= least and (named or (is_increasing(c) and not is_measure(case)))
 
@@ -274,33 +284,69 @@ def clock_of(case: Case) -> str:
         return ""
     numbers = np.unique(c.numbers[np.isfinite(c.numbers)])[:1000].tolist()
     texts = [str(int(number) if number.is_integer() else number) for number in numbers]
-    named = re.fullmatch(names.TIME, case.name) is not None
+    named = re.fullmatch(TIME, case.name) is not None
     of = (
         what
-        for what, form, by_name in names.CLOCKS
-        if (named or not by_name) and all(re.fullmatch(form, own) for own in texts)
+        for what, form, by_name in CLOCKS
+        if (named or not by_name) and all(re.fullmatch(form, text) for text in texts)
     )
     return next(of, "")
 
 
-def tells_label(case: Case) -> bool:
-    """Whether numbers are 1 only where the label is 1, or all larger or all smaller where it is 1."""
-    c, ones = case.c, case.label.ones
-    if c.kind not in ("integer", "number") or c.is_list or c.odd.count or is_named_id(case) or is_code(case):
-        return False
-    if c.is_flag:
-        own = c.numbers == 1
-        return not (own & ~ones).any() and ones.mean() ** own.sum() < CHANCE
+def tale_of(case: Case) -> str:
+    """How a column tells the label: it is given, or not its commonest value, only where the label is one class, or all
+    its numbers are larger or smaller where it is 1. "" if it does not."""
+    c, ones, name = case.c, case.label.ones, case.label.text
+    if c.is_list or case.label.is_number:
+        return ""
+    values = case.data.sample[c.name].combine_chunks()
+    given = values.is_valid().to_numpy(zero_copy_only=False) & ~matches(as_cells(values), r"^$")
+    signs = [(given, "it has a value")]
+    if c.kind in ("integer", "number"):
+        usual = commonest(c.numbers[given])
+        signs.append((given & (c.numbers != usual), f"it is not {usual:g}"))
+    for sign, what in signs:
+        for of, one in ((ones, 1), (~ones, 0)):
+            if not (sign & ~of).any() and chance(int(sign.sum()), of) < CHANCE:
+                return f"{what} only where {name} is {one}"
+    if c.kind not in ("integer", "number") or c.odd.count or is_named_id(case) or is_code(case):
+        return ""
     where, other = (numbers[np.isfinite(numbers)] for numbers in (c.numbers[ones], c.numbers[~ones]))
-    if min(len(where), len(other)) < 2 * FEWEST_UNIQUE:
-        return False
-    return bool(where.min() > other.max() or where.max() < other.min())
+    if min(len(where), len(other)) < 2 * FEWEST_UNIQUE or not (where.min() > other.max() or where.max() < other.min()):
+        return ""
+    return f"its numbers are larger, or smaller, in all rows where {name} is 1"
+
+
+TOLD: dict[str, Callable[[Case], str]] = {  # what the reasons of rules name
+    "type": lambda k: k.c.type,
+    "typed": lambda k: k.typed,
+    "label": lambda k: k.label.text,
+    "odd": odd_of,
+    "odd_time": lambda k: f"; {odd_of(k)}" if odd_of(k) else "",
+    "clock": clock_of,
+    "stem": lambda k: stem_of(k.c),
+    "distinct": lambda k: f"{k.c.distinct:,}",
+    "items": lambda k: "text" if k.c.kind == "text" else "whole numbers",
+    "fractions": lambda k: f"{k.c.fractions.of(k.c.num_cells, 'no integer')}; correct it",
+    "tale": tale_of,
+}
+
+
+def commonest(numbers: F64) -> float:
+    values, counts = np.unique(numbers[np.isfinite(numbers)], return_counts=True)
+    return float(values[np.argmax(counts)]) if len(values) else math.nan
+
+
+def chance(count: int, of: Bools) -> float:
+    """That `count` rows drawn from all lie within those of `of`."""
+    within = range(int(of.sum()), int(of.sum()) - count, -1)
+    return math.prod(number / (len(of) - at) for at, number in enumerate(within)) if count else 1.0
 
 
 def measured(c: ColumnFacts) -> F64:
     """Numbers of the sample; -1 means missing where others are codes."""
-    own: F64 = c.numbers[np.isfinite(c.numbers) & (c.numbers != -1)]
-    return own
+    numbers: F64 = c.numbers[np.isfinite(c.numbers) & (c.numbers != -1)]
+    return numbers
 
 
 def is_numbered(c: ColumnFacts) -> bool:
@@ -308,18 +354,36 @@ def is_numbered(c: ColumnFacts) -> bool:
     return c.low >= 0 and c.distinct >= FILLED * (c.high + 1)
 
 
-def has_gaps(c: ColumnFacts) -> bool:
-    own = measured(c)
-    return len(own) > 0 and c.distinct < FILLED * (own.max() - own.min() + 1)
-
-
 def is_count(c: ColumnFacts) -> bool:
-    """Whether the smaller half of the values fills its range from about 0 on, and the larger half does not."""
-    own = measured(c)
-    if not len(own) or own.min() > 1:
+    """Whether 0 or 1 is the commonest, and each next quarter of the values up to the 90th percentile is rarer."""
+    numbers = measured(c)
+    if not len(numbers) or numbers.min() < 0 or commonest(numbers) > 1 or c.distinct < FEWEST_COUNTS:
         return False
-    lower = own[own <= np.median(own)]
-    return bool(len(np.unique(lower)) >= FILLED * (lower.max() - lower.min() + 1))
+    values = np.arange(numbers.min(), max(np.percentile(numbers, 90), numbers.min() + FEWEST_COUNTS - 1) + 1)
+    quarters = np.array_split(np.bincount((numbers - numbers.min()).astype(np.int64))[: len(values)], 4)
+    return all(after.mean() < before.mean() for before, after in pairwise(quarters))
+
+
+def crowding(c: ColumnFacts) -> float:
+    """How much more often two rows share a number than if neighbouring numbers were alike: about 1 for measures, more
+    for codes; 0 if numbers hardly come again. The commonest one does not count, and where most numbers are round, they
+    alone do, in steps of 1."""
+    numbers = measured(c)
+    numbers = numbers[numbers != commonest(numbers)].astype(np.int64)
+    numbers = (
+        next((numbers[numbers % step == 0] for step in ROUND if (numbers % step == 0).mean() >= 0.5), numbers)
+        if len(numbers)
+        else numbers
+    )
+    if len(numbers) < LEAST_REPEATS * len(np.unique(numbers)) or not len(numbers):
+        return 0.0
+    numbers = numbers - numbers.min()
+    numbers = np.sort(numbers // max(1, int(np.gcd.reduce(numbers))))
+    pairs = np.unique(numbers, return_counts=True)[1].astype(np.float64)
+    edges = np.unique(numbers[:: max(1, len(numbers) // BINS)])
+    inside = np.histogram(numbers, [*edges, numbers[-1] + 1])[0].astype(np.float64)
+    alike = (inside * inside / np.diff([*edges, numbers[-1] + 1])).sum()
+    return float((pairs * pairs).sum() / alike)
 
 
 def stem_of(c: ColumnFacts) -> str:
@@ -329,36 +393,54 @@ def stem_of(c: ColumnFacts) -> str:
 def shared_numbering(case: Case) -> list[str]:
     """The columns of one name but for its number, if their ranges are disjoint and they are three or more."""
     stem = stem_of(case.c)
-    own = [c for c in case.data.columns if stem_of(c) == stem and c.kind == "integer" and "*" in stem]
-    own.sort(key=lambda c: c.low)
-    apart = all(after.low > before.high for before, after in pairwise(own))
-    return [c.name for c in own] if len(own) > 2 and apart else []
+    columns = [c for c in case.data.columns if stem_of(c) == stem and c.kind == "integer" and "*" in stem]
+    columns.sort(key=lambda c: c.low)
+    apart = all(after.low > before.high for before, after in pairwise(columns))
+    return [c.name for c in columns] if len(columns) > 2 and apart else []
 
 
 def is_hashed(c: ColumnFacts) -> bool:
     """Integers from 0 up that leave few gaps are rows; everything else is hashed."""
     sparse = c.distinct < FILLED / 5 * (c.high + 1) and c.high >= 1000
-    rows = c.kind == "integer" and c.plain and not (c.missing.count or c.padded or c.low < 0 or sparse)
+    rows = (
+        c.kind == "integer" and c.plain and not (c.missing.count or c.absent.count or c.padded or c.low < 0 or sparse)
+    )
     return not rows
 
 
-def scaling(c: ColumnFacts) -> Prepare:
-    """How a dense feature gets a mean of 0 and a deviation of 1; 0 and 1 stay, but for missing ones."""
-    own = c.numbers[np.isfinite(c.numbers)]
+def prepare_of(c: ColumnFacts) -> Prepare:
+    """What its cells mean, and how the feature gets a mean of 0 and a deviation of 1; 0 and 1 stay."""
+    words = {word: float(word in TRUE) for word in c.values if word in (*TRUE, *FALSE)} if c.words else {}
+    meaning = Prepare(missing=c.absent_texts, map=words, number=c.mark_of_text)
+    numbers = c.numbers[np.isfinite(c.numbers)]
     if c.is_flag:
-        return Prepare(fill=0.0) if c.missing.count else AS_IT_IS
-    middle, most = np.percentile(own, [50, 99])
+        return replace(meaning, fill=0.0)
+    middle, most = np.percentile(numbers, [50, 99])
     heavy = bool(c.low >= -FEW * max(most, 1) and most > HEAVY * (max(middle, 0) + 1))
-    fill = (0.0 if heavy else short(float(middle))) if c.missing.count else None
-    filled = np.append(own, np.full(len(c.numbers) - len(own), fill or 0.0)) if fill is not None else own
+    fill = 0.0 if heavy else short(float(middle))
+    filled = np.append(numbers, np.full(len(c.numbers) - len(numbers), fill))
     scaled = np.log1p(np.maximum(filled, 0)) if heavy else filled
     mean, spread = float(scaled.mean()), float(scaled.std())
-    return Prepare(
+    return replace(
+        meaning,
         fill=fill,
         least=0.0 if heavy else None,
         log1p=heavy,
         standardize=(round(mean, 3 - math.floor(math.log10(spread))), short(spread)) if spread else None,
     )
+
+
+def bucketed(data: DataSet, prepare: Prepare, c: ColumnFacts) -> Prepare:
+    """With bounds at quantiles of the prepared numbers: a model learns thresholds poorly from one number."""
+    if data.num_rows >= MOST_BUCKETED:
+        return prepare
+    numbers = prepared(data.sample[c.name].combine_chunks(), {c.name: prepare}, c.name, lambda i: data.path)
+    values, usual = np.unique(numbers), commonest(numbers)
+    if len(values) < FEWEST_BUCKETS:
+        return prepare
+    quantiles = np.quantile(numbers[numbers != usual], np.linspace(0, 1, BUCKETS + 1)[:-1], method="higher")
+    bounds = np.unique([float(f"{bound:.6g}") for bound in (*quantiles, usual, *values[values > usual][:1])])
+    return replace(prepare, buckets=bounds[bounds > values[0]].tolist())
 
 
 def short(number: float) -> float:

@@ -1,28 +1,42 @@
-"""`rowcast simulate`, for one trainer or, with --ranks, for several that share each batch."""
+"""`rowcast simulate`, for one trainer or, with --ranks, for several that share each batch.
+
+It prints tables or JSON, and draws miss-ratio curves: the share of the steps' distinct rows that must be fetched, over
+the capacity, with a line per policy.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
 from rowcast.analysis.show import Part, ProgressBar, show, table_of
-from rowcast.analysis.simulate.grid import Grid, check_order, with_values
-from rowcast.analysis.simulate.plot import plot_results
 from rowcast.analysis.simulate.ranks import MB, RanksSimulation, Spread, simulate_ranks
-from rowcast.analysis.simulate.simulate import Simulation, batches_of
+from rowcast.analysis.simulate.simulate import BOUND, Grid, Simulation, batches_of, check_order
 from rowcast.analysis.simulate.simulate import simulate as simulated
-from rowcast.job.file import load_job
+from rowcast.job.file import load_job, with_values
 from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job, check_shared
-from rowcast.prefetcher.planner.placement import Bytes, TableBytes
+from rowcast.prefetcher.planner.first_batches import Bytes, TableBytes
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
-from rowcast.runtime.drawing import check_plot
+from rowcast.runtime.drawing import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    PERCENT,
+    PINK,
+    RED,
+    SKY,
+    check_plot,
+    dress,
+    new_figure,
+    save_plot,
+)
 from rowcast.runtime.errors import ConfigError, listed
-from rowcast.runtime.telemetry.format_numbers import percent
+from rowcast.runtime.telemetry.format_numbers import human_count, percent
 
 RANKS_POLICIES = ("lookahead", "lru", "lfu")  # "static" would count the first batches of each rank
 MIB = 2**20
@@ -75,8 +89,8 @@ def simulate(config: Config, overrides: Overrides = None, *, options: SimulateOp
 def run_simulate(job: Job, options: SimulateOptions) -> None:
     """Raises ConfigError if no setting could run, after printing why."""
 
-    def open_batches(own: Job) -> Iterable[ScheduledBatch]:
-        return schedule(own, open_reader(own), options.max_steps)
+    def open_batches(varied: Job) -> Iterable[ScheduledBatch]:
+        return schedule(varied, open_reader(varied), options.max_steps)
 
     if options.ranks:
         jobs = ranks_jobs(job, options)
@@ -117,7 +131,7 @@ def require_one(skipped: Iterable[str | None]) -> None:
     """`skipped`: why each setting could not run, None for one that ran. Raises ConfigError if none could."""
     reasons = list(dict.fromkeys(skipped))
     if None not in reasons:
-        raise ConfigError(f"nothing could be simulated: {listed([own for own in reasons if own], 1, '; ')}")
+        raise ConfigError(f"nothing could be simulated: {listed([reason for reason in reasons if reason], 1, '; ')}")
 
 
 def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
@@ -133,7 +147,7 @@ def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
             )
     for shuffle in options.shuffles:
         check_order(job.data, shuffle)
-    found = [
+    jobs = [
         with_values(
             job,
             {
@@ -150,7 +164,7 @@ def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
             options.all_capacities or [job.cache.capacity], policies, options.all_horizons or [job.lookahead.horizon]
         )
     ]
-    return sorted(found, key=lambda own: (own.data.batch_size, own.data.shuffle))  # stable
+    return sorted(jobs, key=lambda varied: (varied.data.batch_size, varied.data.shuffle))  # stable
 
 
 def parts_for(job: Job, count: int) -> int:
@@ -183,20 +197,20 @@ def parts(results: Sequence[Simulation]) -> Iterator[Part]:
         if result.skipped is not None:
             why = f"{result.capacity} with batches of {batches_of(result)}: {result.skipped}"
             refused.setdefault(why, []).append(result.policy)
-    yield from (f"Not simulated: {', '.join(dict.fromkeys(own))} at {why}." for why, own in refused.items())
+    yield from (f"Not simulated: {', '.join(dict.fromkeys(policies))} at {why}." for why, policies in refused.items())
 
 
 def columns(results: Sequence[Simulation]) -> dict[str, Callable[[Simulation], str]]:
     def a_step(name: str) -> Callable[[Simulation], str]:
-        return lambda own: f"{per_step(own, name):,.0f}" if getattr(own, name) is not None else ""
+        return lambda result: f"{per_step(result, name):,.0f}" if getattr(result, name) is not None else ""
 
     def mib(name: str) -> Callable[[Simulation], str]:
-        return lambda own: f"{per_step(own, name) / MIB:,.{2 if per_step(own, name) > MIB / 10 else 4}f}"
+        return lambda result: f"{per_step(result, name) / MIB:,.{2 if per_step(result, name) > MIB / 10 else 4}f}"
 
     def optional(name: str, form: Callable[[float], str]) -> Callable[[Simulation], str]:
-        return lambda own: "" if getattr(own, name) is None else form(getattr(own, name))
+        return lambda result: "" if getattr(result, name) is None else form(getattr(result, name))
 
-    found = {
+    cells = {
         "batch\nsize": optional("batch_size", "{:,}".format),
         "shuffle": optional("shuffle", str),
         "capacity\nin rows": optional("capacity_rows", "{:,}".format),
@@ -216,8 +230,8 @@ def columns(results: Sequence[Simulation]) -> dict[str, Callable[[Simulation], s
     varied = {"batch\nsize": "batch_size", "shuffle": "shuffle"}
     left = {name for name, field in varied.items() if len({getattr(result, field) for result in results}) == 1}
     if all(result.memory_rows is None for result in results):
-        left |= set(list(found)[-4:])
-    return {name: cell for name, cell in found.items() if name not in left}
+        left |= set(list(cells)[-4:])
+    return {name: cell for name, cell in cells.items() if name not in left}
 
 
 def per_step(result: Simulation, name: str) -> float:
@@ -239,17 +253,17 @@ def ranks_parts(results: Sequence[RanksSimulation]) -> Iterator[Part]:
 
 
 def mean(name: str) -> Callable[[RanksSimulation], str]:
-    return lambda own: f"{spread_of(own, name).mean:,.0f}"
+    return lambda result: f"{spread_of(result, name).mean:,.0f}"
 
 
-def imbalance(own: RanksSimulation) -> str:
-    found = spread_of(own, "owner_rows").imbalance
-    return "" if found is None else f"{found:.3f}"
+def imbalance(result: RanksSimulation) -> str:
+    largest = spread_of(result, "owner_rows").imbalance
+    return "" if largest is None else f"{largest:.3f}"
 
 
 def spread_of(result: RanksSimulation, name: str) -> Spread:
-    found: Spread = getattr(result, name)
-    return found
+    counts: Spread = getattr(result, name)
+    return counts
 
 
 def late(result: RanksSimulation) -> str:
@@ -258,7 +272,7 @@ def late(result: RanksSimulation) -> str:
 
 
 def megabytes(way: str) -> Callable[[RanksSimulation], str]:
-    return lambda own: "" if own.ways is None else mean_and_most(getattr(own.ways, way))
+    return lambda result: "" if result.ways is None else mean_and_most(getattr(result.ways, way))
 
 
 def mean_and_most(nbytes: Bytes) -> str:
@@ -267,7 +281,9 @@ def mean_and_most(nbytes: Bytes) -> str:
 
 def placed_tables(results: Sequence[RanksSimulation]) -> Iterator[Part]:
     """A line for each table, with each number of ranks that has several and each batch size."""
-    found = {f"{own.ranks} ranks,\nbatch {own.batch_size:,}": own.ways.tables for own in results if own.ways}
+    found = {
+        f"{result.ranks} ranks,\nbatch {result.batch_size:,}": result.ways.tables for result in results if result.ways
+    }
     found = {name: tables for name, tables in found.items() if not name.startswith("1 ranks")}
     if found:
         cells = {name: lambda row, at=at: of_table(row[at]) for at, name in enumerate(found)}
@@ -275,15 +291,15 @@ def placed_tables(results: Sequence[RanksSimulation]) -> Iterator[Part]:
         yield table_of(zip(*found.values(), strict=True), {"table": lambda row: row[0].table, **cells}, left=("table",))
 
 
-def of_table(own: TableBytes) -> str:
-    return f"{own.rows / MB:,.3g} / {own.vectors / MB:,.3g} {own.placement}"
+def of_table(table: TableBytes) -> str:
+    return f"{table.rows / MB:,.3g} / {table.vectors / MB:,.3g} {table.placement}"
 
 
 RANKS: dict[str, Callable[[RanksSimulation], str]] = {
-    "ranks": lambda own: f"{own.ranks:,}",
-    "batch": lambda own: f"{own.batch_size:,}",
+    "ranks": lambda result: f"{result.ranks:,}",
+    "batch": lambda result: f"{result.batch_size:,}",
     "rows of\na part": mean("part_rows"),
-    "rows of\nthe batch": lambda own: f"{own.batch_rows or 0:,.0f}",
+    "rows of\nthe batch": lambda result: f"{result.batch_rows or 0:,.0f}",
     "rows of\nan owner": mean("owner_rows"),
     "max over\nmean": imbalance,
     "rows\nreceived": mean("rows_received"),
@@ -295,3 +311,93 @@ RANKS: dict[str, Callable[[RanksSimulation], str]] = {
     "by\ncolumns": megabytes("columns"),
     "by\nauto": megabytes("auto"),
 }
+
+
+LOOKS = {
+    "lookahead": (BLUE, "o"),
+    "lru": (RED, "s"),
+    "lfu": (PINK, "D"),
+    "static": (ORANGE, "v"),
+    "window": (SKY, "^"),
+    "ttl": (GREEN, "P"),
+}
+BOUND_STYLE = {
+    "color": "#d0d0d0",
+    "linewidth": 7.0,
+    "solid_capstyle": "round",
+    "marker": "o",
+    "markersize": 7,
+    "zorder": 2,
+}
+OTHER_LOOK = ("#000000", "x")
+STYLES = ("-", "--", ":", "-.")
+LABELS = {"lookahead": "look-ahead", "lru": "LRU", "lfu": "LFU", "ttl": "time to live"}
+SIDE_INCHES = (5.2, 4.0)  # width and height of a panel
+LEGEND_INCHES = 2.2
+FAR_APART = 4  # times the smallest capacity
+MOST_TICKS = 8
+
+
+def plot_results(results: Sequence[Simulation], path: Path) -> None:
+    """Draws to `path`, one panel per batch size and order. Raises ConfigError if it cannot be written."""
+    shown = [result for result in results if result.rows_fetched is not None and result.unique_rows]
+    panels: dict[str, list[Simulation]] = {}
+    for result in shown:
+        panels.setdefault(f"batches of {batches_of(result)}", []).append(result)
+    if not shown:
+        return  # the command explains
+    figure = new_figure((SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1]))
+    [axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for panel, (title, of_panel) in zip(axes, panels.items(), strict=True):
+        draw_panel(panel, of_panel)
+        panel.set_title(title, fontsize=10)
+    axes[0].set_ylabel("distinct rows of a step that are fetched")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
+    save_plot(figure, path, dpi=160)
+
+
+def draw_panel(axes: Any, results: Sequence[Simulation]) -> None:
+    for label, style, points in curves(results):
+        axes.plot(*zip(*points, strict=True), label=label, **style)
+    mark_sizes(axes, sorted({result.capacity_rows or 0 for result in results}))
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(PERCENT)
+    dress(axes)
+
+
+def mark_sizes(axes: Any, sizes: list[int]) -> None:
+    axes.set_xlabel("capacity in rows")
+    far = sizes[-1] > FAR_APART * max(1, sizes[0])
+    if far:
+        axes.set_xscale("log")
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
+    apart = all(later > 1.2 * earlier for earlier, later in pairwise(sizes))
+    if len(sizes) <= MOST_TICKS and (apart or len(sizes) == 1):
+        axes.set_xticks(sizes)
+
+
+def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
+    horizons = list(dict.fromkeys(result.horizon for result in results if result.horizon is not None))
+    lines: dict[tuple[str, Any], list[tuple[int, float]]] = {}
+    for result in results:
+        if result.policy != BOUND:
+            lines.setdefault((result.policy, result.horizon), []).append(
+                (result.capacity_rows or 0, ratio(result.rows_fetched, result))
+            )
+    for (policy, horizon), points in lines.items():
+        style = STYLES[horizons.index(horizon) % len(STYLES)] if horizon is not None else "-"
+        label = LABELS.get(policy, policy) + (f", horizon {horizon}" if horizon is not None else "")
+        yield label, line_style(policy, style), sorted(points)
+    bound = sorted({(result.capacity_rows or 0, ratio(result.bound_rows_fetched, result)) for result in results})
+    yield "whole future known", BOUND_STYLE, bound
+
+
+def line_style(policy: str, style: str) -> dict[str, Any]:
+    front = 4 if policy == "lookahead" else 3  # otherwise it often hides behind others
+    colour, marker = LOOKS.get(policy, OTHER_LOOK)
+    return {"color": colour, "marker": marker, "markersize": 5, "linestyle": style, "linewidth": 1.6, "zorder": front}
+
+
+def ratio(rows: int | None, result: Simulation) -> float:
+    return (rows or 0) / (result.unique_rows or 1)

@@ -22,24 +22,24 @@ A row that leaves is written back if it was trained since its fill, as in the pl
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from rowcast.analysis.scan.steps import NEVER, NumberedRows, Scan, ScannedStep
+from rowcast.analysis.scan import NEVER, NumberedUses, Scan
 from rowcast.analysis.show import Tick
-from rowcast.analysis.simulate.grid import Setting
-from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.planner.group_planner import GroupMoves
-from rowcast.prefetcher.planner.planner import PlanMoves, RowPlanner, Slots, job_planner
+from rowcast.prefetcher.planner.horizon import NeededRows
+from rowcast.prefetcher.planner.planner import PlanMoves, RowPlanner, Slots
 from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
-from rowcast.protocol.batch import ScheduledBatch
+from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.plan import BarrierPlan
 from rowcast.runtime.arrays import I32, I64
 
-# called with each step's position, and the rows of each group that come to the device and to memory
-Watch = Callable[[int, Sequence[Sequence[I64]]], None]
+Watch = Callable[[Sequence[I64]], None]  # called with the rows of each group that a plan brings to the device
+P = TypeVar("P")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,44 +58,55 @@ class Moves:
     tier: TierMoves | None = None  # None: the store has no memory tier
 
 
+def moves_of_all(ranks: Sequence[Moves]) -> Moves:
+    names = ("fetched", "evicted", "written_back", "flushed")
+    return Moves(**{name: np.sum([getattr(own, name) for own in ranks], axis=0) for name in names})
+
+
 def new_moves(num_steps: int, num_groups: int) -> Moves:
     fetched, evicted, written_back = (np.zeros((num_steps, num_groups), np.int64) for _ in range(3))
     return Moves(fetched=fetched, evicted=evicted, written_back=written_back, flushed=np.zeros(num_groups, np.int64))
-
-
-def new_planner(
-    setting: Setting,
-    groups: tuple[GroupSpec, ...],
-    slots: Sequence[Slots],
-    first_batches: Sequence[ScheduledBatch],
-) -> RowPlanner:
-    return job_planner(setting.job, groups, slots, first_batches)
 
 
 def bound_planner(scan: Scan, slots: Sequence[Slots]) -> RowPlanner:
     return RowPlanner(scan.groups, slots, depth=1, horizon=len(scan))
 
 
-def planned_moves(scan: Scan, planner: RowPlanner, tick: Tick, watch: Watch = lambda position, entered: None) -> Moves:
-    """Counts the moves of a new planner. Calls `tick` for each step. Raises ConfigError if a step does not fit."""
-    moves = new_moves(len(scan), len(scan.groups))
-    memory: MemoryTier | None = None
-    for entry in entries(scan.steps, planner):
+class CountedMoves:
+    """Counts the moves of one planner, entry by entry."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._moved: list[I64] = []  # [3, G] for each step: the rows that it fetches, evicts and writes back
+        self._flushed = np.zeros(num_groups, np.int64)
+
+    def note(self, entry: PlanMoves | BarrierPlan) -> None:
         if isinstance(entry, BarrierPlan):
-            moves.flushed[:] += [len(move) for move in entry.dirty]
+            self._flushed += [len(keys) for keys in entry.dirty]
+            return
+        device, num_steps = entry.levels[0], len(entry.bundle.steps)
+        moved = np.array([[len(own.fetch_keys), len(own.evict_keys), own.num_dirty] for own in device]).T
+        self._moved += [moved, *[np.zeros_like(moved)] * (num_steps - 1)]  # all rows of a plan move in its first step
+
+    def moves(self) -> Moves:
+        moved = np.array(self._moved, np.int64).reshape(-1, 3, len(self._flushed))
+        fetched, evicted, written_back = moved.transpose(1, 0, 2)
+        return Moves(fetched=fetched, evicted=evicted, written_back=written_back, flushed=self._flushed)
+
+
+def planned_moves(scan: Scan, planner: RowPlanner, tick: Tick, watch: Watch = lambda entered: None) -> Moves:
+    """Counts the moves of a new planner. Calls `tick` for each step. Raises ConfigError if a step does not fit."""
+    counted, memory = CountedMoves(len(scan.groups)), MemoryTier(scan) if len(planner.levels) > 1 else None
+    for entry in entries(planner, ((step.scheduled, step.rows) for step in scan.steps), planner.move):
+        counted.note(entry)
+        if isinstance(entry, BarrierPlan):
             continue
-        position, device = entry.bundle.first.step - scan.steps[0].scheduled.step, entry.levels[0]
-        moves.fetched[position] = [len(group.fetch_keys) for group in device]
-        moves.evicted[position] = [len(group.evict_keys) for group in device]
-        moves.written_back[position] = [group.num_dirty for group in device]
-        entered = [[group.fetch_keys for group in device]]
-        for tier in entry.levels[1:]:
-            memory = memory or MemoryTier(scan)
-            entered.append(memory.note(position, len(entry.bundle.steps), tier))
-        watch(position, entered)
+        watch([group.fetch_keys for group in entry.levels[0]])
+        if memory is not None:
+            position = entry.bundle.first.step - scan.steps[0].scheduled.step
+            memory.note(position, len(entry.bundle.steps), entry.levels[1])
         for _ in entry.bundle.steps:
             tick()
-    return replace(moves, tier=None if memory is None else memory.moves)
+    return replace(counted.moves(), tier=None if memory is None else memory.moves)
 
 
 class MemoryTier:
@@ -107,34 +118,45 @@ class MemoryTier:
         self._steps = scan.steps
         self._trained = [TouchedRows(group, sum(map(len, scan.keys(g)))) for g, group in enumerate(scan.groups)]
 
-    def note(self, position: int, num_steps: int, tier: Sequence[GroupMoves]) -> list[I64]:
-        """Applies a plan, and then what its steps train. Returns the rows of each group from the cold tier."""
+    def note(self, position: int, num_steps: int, tier: Sequence[GroupMoves]) -> None:
+        """Applies a plan, and then what its steps train."""
         keys = [group.fetch_keys for group in tier]
-        came = [own[trained.of(own) != ABSENT] for own, trained in zip(keys, self._trained, strict=True)]
         self.moves.entered[position] = list(map(len, keys))
-        self.moves.from_cold[position] = list(map(len, came))
+        self.moves.from_cold[position] = [
+            np.count_nonzero(trained.of(own) != ABSENT) for own, trained in zip(keys, self._trained, strict=True)
+        ]
         self.moves.left[position] = [len(group.evict_keys) for group in tier]
         for step in self._steps[position : position + num_steps]:
             if step.trains:
                 for trained, rows in zip(self._trained, step.rows, strict=True):
                     trained.added(rows.keys)
-        return came
 
 
-def entries(steps: Iterable[ScannedStep], planner: RowPlanner) -> Iterator[PlanMoves | BarrierPlan]:
-    """Yields all plans and barriers of a new planner for these steps, in order, the last barrier included."""
+def entries(
+    planner: RowPlanner,
+    batches: Iterable[tuple[Scheduled[Lookups], tuple[NeededRows, ...] | None]],
+    plan: Callable[[], P],
+) -> Iterator[P | BarrierPlan]:
+    """Yields all plans and barriers of a new planner in a run's order, the last barrier included.
 
-    def ready() -> Iterator[PlanMoves | BarrierPlan]:
-        while planner.ready():
-            if planner.checkpoint_due:
-                yield planner.barrier("checkpoint", finished=False)
-            yield planner.move()
+    `batches`: each with its rows of each group, or None. `plan`: the planner's `plan` or `move`."""
+    for scheduled, rows in batches:
+        planner.add(scheduled, rows)
+        yield from ready(planner, plan)
+    yield from last_entries(planner, plan)
 
-    for step in steps:
-        planner.add(step.scheduled, step.rows)
-        yield from ready()
+
+def ready(planner: RowPlanner, plan: Callable[[], P]) -> Iterator[P | BarrierPlan]:
+    """Yields what can be planned without another batch."""
+    while planner.ready():
+        if planner.checkpoint_due:
+            yield planner.barrier("checkpoint", finished=False)
+        yield plan()
+
+
+def last_entries(planner: RowPlanner, plan: Callable[[], P]) -> Iterator[P | BarrierPlan]:
     planner.end()
-    yield from ready()
+    yield from ready(planner, plan)
     yield planner.barrier("end of data", finished=True)
 
 
@@ -142,7 +164,7 @@ class ResidentRows:
     """One group's cache: its resident rows and which of them were trained since their fill. Counts into one column of
     `Moves`."""
 
-    def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int) -> None:
+    def __init__(self, numbered: NumberedUses, num_slots: int, moves: Moves, group: int) -> None:
         self.numbered = numbered
         self.num_slots = num_slots
         self.resident = np.zeros(numbered.num_rows, np.bool_)
@@ -240,7 +262,7 @@ def ttl_moves(scan: Scan, slots: tuple[int, ...], horizon: int, tick: Tick) -> M
 class ExpiringRows(ResidentRows):
     """Keeps the rows of the last step, and earlier ones that are used again within the horizon of their last use."""
 
-    def __init__(self, numbered: NumberedRows, num_slots: int, moves: Moves, group: int, horizon: int) -> None:
+    def __init__(self, numbered: NumberedUses, num_slots: int, moves: Moves, group: int, horizon: int) -> None:
         super().__init__(numbered, num_slots, moves, group)
         self._horizon = horizon
         self._next_use = np.full(numbered.num_rows, NEVER, np.int32)

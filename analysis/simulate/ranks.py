@@ -12,7 +12,7 @@ What all ranks of a simulated run exchange and move, step by step and in the mea
 Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link.
 
 Ways to place the tables are counted over the first batches, as `placement = "auto"` counts them
-(`prefetcher/planner/placement.py`).
+(`prefetcher/planner/first_batches.py`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,13 +22,14 @@ from itertools import chain, groupby, islice
 import msgspec
 import numpy as np
 
-from rowcast.analysis.scan.steps import GroupShares, Sharing, measured_keys, owners_touched
+from rowcast.analysis.scan import GroupShares, Sharing, measured_keys, owners_touched
 from rowcast.analysis.show import AnalysisProgress
-from rowcast.analysis.simulate.simulate import OpenBatches
-from rowcast.job.schema import Horizon, Job
+from rowcast.analysis.simulate.moves import CountedMoves, Moves, last_entries, moves_of_all, ready
+from rowcast.analysis.simulate.simulate import OpenBatches, Simulated, job_values, run_values
+from rowcast.job.schema import Job
 from rowcast.job.tables import ITEM_BYTES, GroupSpec, group_specs, with_placements
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, slots_of
-from rowcast.prefetcher.planner.placement import (
+from rowcast.prefetcher.planner.first_batches import (
+    MEASURED_BATCHES,
     RECEIVED,
     SENT,
     Bytes,
@@ -37,8 +38,9 @@ from rowcast.prefetcher.planner.placement import (
     chosen,
     counted,
     everywhere,
+    slots_of,
 )
-from rowcast.prefetcher.planner.planner import RowPlanner, Slots, groupers_of, job_planner
+from rowcast.prefetcher.planner.planner import groupers_of, job_planner
 from rowcast.protocol.batch import Kind, ScheduledBatch
 from rowcast.protocol.parts import Rank, feature_owners, part_bounds
 from rowcast.runtime.arrays import I64, Bools
@@ -68,7 +70,7 @@ def step_exchange(
     groups: Sequence[GroupSpec], scheduled: ScheduledBatch, shares: Sequence[GroupShares]
 ) -> StepExchange:
     trains = scheduled.kind == "train"
-    by_group = [travelled(own.exchanged) for own in shares]
+    by_group = [travelled(share.exchanged) for share in shares]
     row_bytes = [group.embedding_dim * ITEM_BYTES[group.parts[0].dtype] for group in groups]
     gradient_bytes = [group.gradient_bytes * trains for group in groups]
     vector_bytes = total(vectors(group, len(shares[0].owned), scheduled.batch.size) for group in groups)
@@ -76,10 +78,10 @@ def step_exchange(
         step=scheduled.step,
         kind=scheduled.kind,
         num_lookups=len(scheduled.batch.ids),
-        part_rows=total(own.part_rows for own in shares),
-        owner_rows=total(own.owner_rows for own in shares),
+        part_rows=total(share.part_rows for share in shares),
+        owner_rows=total(share.owner_rows for share in shares),
         rows=total(by_group),
-        late=total(own.late for own in shares),
+        late=total(share.late for share in shares),
         row_bytes=total(rows * nbytes for rows, nbytes in zip(by_group, row_bytes, strict=True)),
         # they go back where the rows came from
         gradient_bytes=total(rows[::-1] * nbytes for rows, nbytes in zip(by_group, gradient_bytes, strict=True)),
@@ -90,15 +92,15 @@ def step_exchange(
 
 def vectors(group: GroupSpec, count: int, batch_size: int) -> I64:
     """Bytes of pooled vectors that each rank sends and receives, [2, N]."""
-    owned = np.bincount([own for own in feature_owners(group, count) if own is not None], minlength=count)
+    owned = np.bincount([owner for owner in feature_owners(group, count) if owner is not None], minlength=count)
     samples = np.diff(part_bounds(batch_size, count))
     sent, received = owned * (batch_size - samples), (owned.sum() - owned) * samples
     return np.stack([sent, received]) * group.gradient_bytes
 
 
 def total(arrays: Iterable[I64]) -> I64:
-    found: I64 = np.sum(list(arrays), axis=0)
-    return found
+    summed: I64 = np.sum(list(arrays), axis=0)
+    return summed
 
 
 def travelled(exchanged: I64) -> I64:
@@ -144,21 +146,9 @@ class RankArrays(msgspec.Struct, frozen=True, kw_only=True):
     rows_written_back: list[list[int]]  # dirty victims
 
 
-class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
-    """One setting. If `skipped` says why it cannot run, the fields below it are None."""
-
+class RanksSimulation(Simulated, frozen=True, kw_only=True):
     ranks: int
     parts: int
-    batch_size: int  # samples of all ranks together
-    shuffle: str | None
-    policy: str
-    capacity: str | int  # what each rank has for rows
-    horizon: Horizon
-    skipped: str | None = None
-    capacity_rows: int | None = None  # slots of all groups, in the mean over ranks
-    steps: int | None = None  # train steps
-    eval_steps: int | None = None
-    lookups: int | None = None
     # distinct rows of a step: of a part, of the whole batch, of those in a rank's shard
     part_rows: Spread | None = None
     batch_rows: float | None = None
@@ -172,9 +162,6 @@ class RanksSimulation(msgspec.Struct, frozen=True, kw_only=True):
     vector_gradient_bytes: float | None = None  # sent by a rank in a train step
     rows_fetched: Spread | None = None
     rows_written_back: Spread | None = None  # dirty victims
-    bytes_fetched: int | None = None  # row records of the whole run, all ranks
-    bytes_written_back: int | None = None  # flushed rows included
-    rows_flushed: int | None = None  # by barriers, all ranks
     ways: Ways | None = None
     per_step: RankArrays | None = None
 
@@ -183,26 +170,23 @@ def make_result(
     job: Job,
     groups: tuple[GroupSpec, ...],
     steps: Sequence[StepExchange],
-    fetched: I64,
-    written_back: I64,
-    flushed: I64,
+    moves: Sequence[Moves],
     ways: Ways,
     *,
     capacity_rows: int,
     per_step: bool,
 ) -> RanksSimulation:
-    """`fetched` and `written_back`: [P, N, G] rows of each step. `flushed`: [N, G] rows that barriers wrote back."""
+    """`moves`: of each rank."""
+    fetched, written_back = (  # [P, N, G]
+        np.stack([getattr(of_rank, name) for of_rank in moves], axis=1) for name in ("fetched", "written_back")
+    )
     trains = np.array([step.kind == "train" for step in steps])
     received = np.array([step.rows[RECEIVED] for step in steps])
     late, owner_rows = (np.array([getattr(step, name) for step in steps]) for name in ("late", "owner_rows"))
-    record_bytes = np.array([group.record_bytes for group in groups])
     train_steps = [step for step in steps if step.kind == "train"]
     return msgspec.structs.replace(
         outline(job),
         capacity_rows=capacity_rows,
-        steps=len(train_steps),
-        eval_steps=len(steps) - len(train_steps),
-        lookups=sum(step.num_lookups for step in steps),
         part_rows=spread(np.array([step.part_rows for step in steps]), trains),
         batch_rows=float(owner_rows.sum(axis=1).mean()),
         owner_rows=spread(owner_rows, trains),
@@ -214,25 +198,16 @@ def make_result(
         vector_gradient_bytes=float(np.mean([step.vector_gradient_bytes[SENT] for step in train_steps or steps])),
         rows_fetched=spread(fetched.sum(axis=2), trains),
         rows_written_back=spread(written_back.sum(axis=2), trains),
-        bytes_fetched=int(fetched.sum(axis=(0, 1)) @ record_bytes),
-        bytes_written_back=int((written_back.sum(axis=(0, 1)) + flushed.sum(axis=0)) @ record_bytes),
-        rows_flushed=int(flushed.sum()),
         ways=ways,
         per_step=rank_arrays(steps, fetched, written_back) if per_step else None,
+        **run_values(
+            groups, [step.kind for step in steps], sum(step.num_lookups for step in steps), moves_of_all(moves)
+        ),
     )
 
 
 def outline(job: Job, skipped: str | None = None) -> RanksSimulation:
-    return RanksSimulation(
-        ranks=job.ranks.count,
-        parts=job.ranks.num_parts,
-        batch_size=job.data.batch_size,
-        shuffle=job.data.shuffle,
-        policy=job.cache.policy,
-        capacity=job.cache.capacity,
-        horizon=job.lookahead.horizon,
-        skipped=skipped,
-    )
+    return RanksSimulation(**job_values(job), ranks=job.ranks.count, parts=job.ranks.num_parts, skipped=skipped)
 
 
 def spread(values: I64, trains: Bools) -> Spread:
@@ -256,16 +231,7 @@ def rank_arrays(steps: Sequence[StepExchange], fetched: I64, written_back: I64) 
     )
 
 
-def owners_slots(
-    job: Job, groups: tuple[GroupSpec, ...], keys_of_batches: Sequence[Sequence[I64]], batches: Sequence[ScheduledBatch]
-) -> list[Slots]:
-    """Slots of every rank of the job. `keys_of_batches`: of each group, the distinct rows of each measured batch.
-
-    Raises ConfigError if one of the batches does not fit the cache of the rank that owns most of it."""
-    return [slots_of(job, groups, own) for own in owners_touched(groups, keys_of_batches, batches, job.ranks.count)]
-
-
-class Setting:
+class RanksSetting:
     """A planner for each rank of one setting, and counts while the batches pass."""
 
     def __init__(
@@ -281,70 +247,47 @@ class Setting:
         self.sharing = count, parts = job.ranks.count, job.ranks.num_parts
         self._groups, self._ways = groups, ways
         self._steps: list[StepExchange] = []
-        self._fetched: list[I64] = []  # [N, G] rows of each step
-        self._written_back: list[I64] = []
-        self._flushed = np.zeros((count, len(groups)), np.int64)  # rows that barriers wrote back
-        # by step and rank, [G, 2] rows fetched and written back: of steps that not all have planned yet
-        self._moves: dict[int, dict[int, I64]] = {}
         try:
-            self._slots = owners_slots(job, groups, keys, measured)
+            self._slots = [slots_of(job, groups, touched) for touched in owners_touched(groups, keys, measured, count)]
         except ConfigError as error:
             self.refusal = str(error)
             return
-        self._planners = [
-            job_planner(job, groups, [own], (), rank=Rank(number=number, count=count, parts=parts))
-            for number, own in enumerate(self._slots)
+        self._ranks = [
+            (
+                job_planner(job, groups, [slots], (), rank=Rank(number=number, count=count, parts=parts)),
+                CountedMoves(len(groups)),
+            )
+            for number, slots in enumerate(self._slots)
         ]
 
     def add(self, scheduled: ScheduledBatch, shares: Sequence[GroupShares], exchange: StepExchange) -> None:
         self._steps.append(exchange)
         try:
-            for number, planner in enumerate(self._planners):
+            for number, (planner, counted) in enumerate(self._ranks):
                 planner.add(scheduled, tuple(group.owned[number] for group in shares))
-                self._plan(number, planner)
+                for entry in ready(planner, planner.move):
+                    counted.note(entry)
         except ConfigError as error:
             self.refusal = str(error)
 
     def result(self, *, per_step: bool) -> RanksSimulation:
         try:
-            for number, planner in enumerate(() if self.refusal else self._planners):
-                planner.end()
-                self._plan(number, planner)
-                self._barrier(number, planner, "end of data", finished=True)
+            for planner, counted in () if self.refusal else self._ranks:
+                for entry in last_entries(planner, planner.move):
+                    counted.note(entry)
         except ConfigError as error:
             self.refusal = str(error)
         if self.refusal or not self._steps:
             return outline(self.job, self.refusal or "the data has no batch")
-        assert not self._moves, f"steps {sorted(self._moves)} were not planned by all ranks"
         return make_result(
             self.job,
             self._groups,
             self._steps,
-            np.array(self._fetched),
-            np.array(self._written_back),
-            self._flushed,
+            [counted.moves() for _, counted in self._ranks],
             self._ways,
             capacity_rows=sum(map(sum, self._slots)) // len(self._slots),
             per_step=per_step,
         )
-
-    def _plan(self, number: int, planner: RowPlanner) -> None:
-        while planner.ready():
-            if planner.checkpoint_due:
-                self._barrier(number, planner, "checkpoint", finished=False)
-            moves = planner.move()
-            of_plan = np.array([[len(own.fetch_keys), own.num_dirty] for own in moves.levels[0]])
-            for place, scheduled in enumerate(moves.bundle.steps):  # a plan's rows count in its first step
-                self._moves.setdefault(scheduled.step, {})[number] = of_plan * (place == 0)
-            # an automatic horizon may let one rank plan ahead of others
-            while self._moves and len(by_rank := self._moves[step := min(self._moves)]) == len(self._planners):
-                del self._moves[step]
-                of_ranks = np.stack([by_rank[rank] for rank in range(len(self._planners))])
-                self._fetched.append(of_ranks[..., 0])
-                self._written_back.append(of_ranks[..., 1])
-
-    def _barrier(self, number: int, planner: RowPlanner, reason: str, *, finished: bool) -> None:
-        self._flushed[number] += [len(move) for move in planner.barrier(reason, finished).dirty]
 
 
 def simulate_ranks(
@@ -358,8 +301,8 @@ def simulate_ranks(
     which "auto" cuts no table, has a reading of its own. Raises what reading the data raises."""
     results: list[RanksSimulation] = []
     for _, neighbours in groupby(jobs, key=batches_and_cuts):
-        own = list(neighbours)
-        settings = simulated(own, open_batches(own[0]), progress or AnalysisProgress())
+        alike = list(neighbours)
+        settings = simulated(alike, open_batches(alike[0]), progress or AnalysisProgress())
         results += [one.result(per_step=per_step) for one in settings]
     return results
 
@@ -368,7 +311,7 @@ def batches_and_cuts(job: Job) -> tuple[int, str, bool]:
     return job.data.batch_size, job.data.shuffle, job.cache.capacity_rows is None
 
 
-def simulated(jobs: Sequence[Job], batches: Iterable[ScheduledBatch], progress: AnalysisProgress) -> list[Setting]:
+def simulated(jobs: Sequence[Job], batches: Iterable[ScheduledBatch], progress: AnalysisProgress) -> list[RanksSetting]:
     left = iter(batches)
     measured = list(islice(left, MEASURED_BATCHES))
     each = {job.ranks.count: job for job in jobs}
@@ -376,15 +319,17 @@ def simulated(jobs: Sequence[Job], batches: Iterable[ScheduledBatch], progress: 
     places = {count: chosen(job, traffic[count]) for count, job in each.items()}
     jobs = [with_placements(job, places[job.ranks.count]) for job in jobs]
     groups = {job.ranks.count: group_specs(job) for job in jobs}
-    found = {count: ways(job, traffic[count]) for count, job in each.items()}
-    keys = {count: measured_keys(groupers_of(own), measured) for count, own in groups.items()}
+    ways_by_count = {count: ways(job, traffic[count]) for count, job in each.items()}
+    keys = {count: measured_keys(groupers_of(of_count), measured) for count, of_count in groups.items()}
     own_counts = [(job, job.ranks.count) for job in jobs]
-    settings = [Setting(job, groups[count], keys[count], measured, found[count]) for job, count in own_counts]
-    sharings = {own.sharing: Sharing(groups[own.sharing[0]], *own.sharing) for own in settings}
+    settings = [
+        RanksSetting(job, groups[count], keys[count], measured, ways_by_count[count]) for job, count in own_counts
+    ]
+    sharings = {setting.sharing: Sharing(groups[setting.sharing[0]], *setting.sharing) for setting in settings}
     ranks = ", ".join(str(count) for count in dict.fromkeys(job.ranks.count for job in jobs))
     tick = progress.begin(f"batches of {jobs[0].data.batch_size}, ranks {ranks}", None)
     for scheduled in chain(emptied(measured), left):
-        wanted = {own.sharing for own in settings if not own.refusal}
+        wanted = {setting.sharing for setting in settings if not setting.refusal}
         if not wanted:
             break
         for count, parts in sorted(wanted):

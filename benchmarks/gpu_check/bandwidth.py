@@ -18,9 +18,9 @@ from benchmarks.gpu_check.jobs import batches_of, make_job, sizes
 from benchmarks.gpu_check.kernel_bytes import lookup_bytes, moved_bytes, reduce_bytes, update_bytes
 from benchmarks.gpu_check.kernels import equal
 from benchmarks.training.resident import ResidentRun
-from rowcast.analysis.estimate.rates.measure import Stopwatch
+from rowcast.analysis.estimate.measure import Stopwatch
 from rowcast.job.tables import group_specs
-from rowcast.trainer.device.row_moves import gather, move, scatter
+from rowcast.trainer.device.streams import gather, move, scatter
 from rowcast.trainer.kernels import rows_of, rule_at
 from rowcast.trainer.kernels.choose import choose_kernels
 from rowcast.trainer.models.runner import step_lookups

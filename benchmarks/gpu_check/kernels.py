@@ -24,8 +24,7 @@ from rowcast.job.embedding_tables import RowType
 from rowcast.job.optimizers import ROW_OPTIMIZERS, SparseOptimizer
 from rowcast.job.tables import record_parts
 from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, part_of, rule_at, torch_ops
-from rowcast.trainer.kernels.choose import choose_kernels, fill_randomly
-from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
+from rowcast.trainer.kernels.choose import choose_kernels, fill_randomly, group_lookup, lookup_arrays, moved
 
 KINDS = tuple(ROW_OPTIMIZERS)
 DIMS = (4, 16, 33, 64, 128, 256)

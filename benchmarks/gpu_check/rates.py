@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.gpu_check.findings import Findings
 from benchmarks.gpu_check.jobs import make_job, sizes
-from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates.measure import measure
+from rowcast.analysis.estimate import measure as measuring
+from rowcast.analysis.estimate.measure import measure
 from rowcast.analysis.estimate.rates_file import OVERHEADS
 from rowcast.runtime.disk import render, seal
 

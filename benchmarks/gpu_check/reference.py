@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import rowcast.trainer.kernels.derived
+import rowcast.trainer.kernels
 from rowcast.trainer.kernels import GroupLookup, torch_ops
 
 
 def reduce_in_chunks(pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
     """`torch_ops.reduce`, long rows chunk by chunk."""
-    most, ends = rowcast.trainer.kernels.derived.CHUNK_LOOKUPS, group.segment_offsets.tolist()
+    most, ends = rowcast.trainer.kernels.CHUNK_LOOKUPS, group.segment_offsets.tolist()
     starts = [list(range(first, end, most)) for first, end in pairwise(ends)]
     chunks = torch.tensor([*(start for of_row in starts for start in of_row), ends[-1]], dtype=torch.int32)
     rows = torch.tensor(np.cumsum([0, *map(len, starts)]), dtype=torch.int32)

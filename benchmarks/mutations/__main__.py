@@ -1,6 +1,7 @@
 """Would a test notice? A line of the product is broken on purpose, and the test named for it must fail: `make mutants`.
 
     python -m benchmarks.mutations [--only NAME] [--list] [--jobs 2] [--limit 120]
+    python -m benchmarks.mutations --random 40 [--seed 1] --room ROOM     mutants by chance: `at_random.py`
 
 The lines and their tests are in `mutants.py`. Only cases that `make test` runs count, and each mutant must have one.
 The tree is copied to a temporary folder, where all the tests must pass before anything is broken. Then each mutant gets
@@ -31,11 +32,11 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen, TimeoutExpired, check_output
 from tempfile import TemporaryDirectory
 
+from benchmarks.mutations.at_random import HAS_LOOPS, ROOMS, try_random
 from benchmarks.mutations.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 NOT_PRODUCT = ("tests", "benchmarks", "examples", "docs")
-HAS_LOOPS = re.compile(r"^@\w*(?:compiled|jit|intrinsic)", re.MULTILINE)
 TOKEN = re.compile(r"\w+|\S")
 VERDICTS = {"passed": "SURVIVED", "failed": "killed"}
 DEAD = {"killed", "timed out"}
@@ -49,7 +50,14 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say which mutants there are, and try none")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time; default 2")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds a mutant's test may take; default 120")
+    parser.add_argument("--random", type=int, metavar="N", default=0, help="try N random mutants of a room")
+    parser.add_argument("--room", choices=ROOMS, help="which room")
+    parser.add_argument("--seed", type=int, default=1, help="of the random choice; default 1")
     options = parser.parse_args()
+    if options.random:
+        if options.room is None:
+            parser.error("--random needs --room")
+        return try_random(options.room, options.random, options.seed, ROOT, copy_tree)
     chosen, stale = placed([mutant for mutant in MUTANTS if options.only in mutant.name])
     if stale:
         print(*stale, sep="\n")

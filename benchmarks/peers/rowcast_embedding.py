@@ -19,10 +19,9 @@ from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.plan import GroupPlan
-from rowcast.trainer.kernels import GroupLookup, Kernels, torch_ops
+from rowcast.trainer.kernels import GroupLookup, Kernels, SlotArranger, torch_ops
+from rowcast.trainer.kernels.choose import arranged, group_lookup
 from rowcast.trainer.kernels.compiled_ops import CompiledOps
-from rowcast.trainer.kernels.derived import Arranger
-from rowcast.trainer.kernels.lookups import arranged, group_lookup
 from rowcast.trainer.models.embedding import Embeddings
 
 DEPTH, HORIZON = 4, 16
@@ -32,7 +31,7 @@ class Rowcast:
     def __init__(self, terms: Terms, ids: npt.NDArray[np.int64], gradient: Tensor, kernels: Kernels) -> None:
         job = job_of(terms)
         (group,) = group_specs(job)
-        self._arranger, self._batch_size = Arranger([group]), terms.batch_size
+        self._arranger, self._batch_size = SlotArranger([group]), terms.batch_size
         self._gradients = by_feature(gradient, terms)
         self._table = Table(terms, group)
         self._plans = plans_of(terms, group, ids)

@@ -1,7 +1,8 @@
 """The table of docs/speed.md by batch size: what a train step costs all processes of a contestant, in processor time.
 
-    rowcast    both processes, the decoders and the launcher, a cache of 20,000 rows, or 70,000 for batches from 1,024
-               on, a tenth of the rows that an epoch touches; 64 batches are known ahead, so that no horizon grows
+    rowcast    both processes, the decoders and the launcher, a cache of 20,000 rows, 70,000 for batches from 1,024 on
+               (a tenth of the rows that an epoch touches), 200,000 from 16,384 on; 64 batches are known ahead, so that
+               no horizon grows
     stock      one process, nn.EmbeddingBag(sparse=True) and torch.optim, every row in memory
     page-in    one process that reads a batch's distinct rows from a memory-mapped file and writes them back
     fbgemm     one process over FBGEMM's fused tables, every row in memory, batches decoded in advance: `make bench-env`
@@ -34,6 +35,7 @@ from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 
 BATCH_SIZES = (16, 256, 2048)
+CACHES = ((16_384, 200_000), (1024, 70_000), (0, 20_000))  # batches from this size on, rows
 MOST_WARM_STEPS = 300
 BEYOND_EPOCH = 10  # steps
 OURS, STOCK, PAGE_IN, FBGEMM = "rowcast", "stock", "page-in", "fbgemm"
@@ -75,7 +77,8 @@ def measured(folder: Path, batch_size: int, rounds: int, seconds: float, against
     settings = settings_of(folder, batch_size)
     job = load_job(CONFIG, (*settings, 'cache.capacity="1GiB"', "data.epochs=1"))
     batches = train_batches(job, None)
-    capacity = f'cache.capacity="{70_000 if batch_size >= 1024 else 20_000} rows"'
+    rows = next(rows for least, rows in CACHES if batch_size >= least)
+    capacity = f'cache.capacity="{rows} rows"'
     warm_steps = min(len(batches) + BEYOND_EPOCH, MOST_WARM_STEPS)
     with tempfile.TemporaryDirectory(prefix="rowcast-bench-") as scratch:
         started = everyone(job, settings, capacity, Path(scratch), against)

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from benchmarks.training.replay import RecordedPlan, Recording
-from rowcast.analysis.simulate.grid import with_values
+from rowcast.job.file import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, divide_capacity, measure
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, divide_capacity, measure
 from rowcast.prefetcher.planner.planner import groupers_of, job_planner
 from rowcast.prefetcher.readers.reader import open_reader, schedule
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import first_records
 from rowcast.protocol.batch import ScheduledBatch
 
 

@@ -34,9 +34,8 @@ from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.arrays import I64, Bytes
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.machine import Machine
-from rowcast.runtime.stages import POLL_S, Doorbell
+from rowcast.runtime.stages import POLL_S, Crew, Doorbell
 from rowcast.trainer.device.cuda import RingEnds, make_streams, page_locked
 from rowcast.trainer.device.streams import PhaseClock, stage_on
 from rowcast.trainer.models.evaluate import Evaluation
@@ -229,6 +228,7 @@ class Replay:
         )
         self.records = self.engine.slots.records
         ours.on_message = self._crew.wake_after
+        self.engine.sender.on_queued = partial(self._crew.wake_after, "to send")
         self.peer = Peer(theirs, recording.messages, job.lookahead.depth, RingReader(recording.back_buffer))
 
     def run(self, steps: int | None = None) -> list[float]:
@@ -246,7 +246,7 @@ class Replay:
         loop's is the calling one."""
         self.peer.last = self.num_steps
         stages = {name: stage_on(self._device, own) for name, own in self.engine.stages.items() if name != LOOP}
-        self._crew.start({**stages, "peer": self.peer.advance}, {}, WAKES, self.engine.polls)
+        self._crew.start({**stages, "peer": self.peer.advance}, {}, WAKES, self.engine.looks_s)
         clocks = {LOOP: time.pthread_getcpuclockid(threading.get_ident())} | {
             thread.name: time.pthread_getcpuclockid(thread.ident)
             for thread in threading.enumerate()
@@ -257,9 +257,7 @@ class Replay:
             while len(self.peer.done_s) < self.num_steps:
                 self._bell.hush()
                 self._crew.check()
-                if self.engine.loop.advance():
-                    self._crew.wake_after("main")
-                else:
+                if not self.engine.loop.advance():
                     self._bell.wait(POLL_S)  # what ends this loop rings no bell
             return {name: time.clock_gettime(clock) - began[name] for name, clock in clocks.items()}
         finally:

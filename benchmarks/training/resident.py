@@ -10,7 +10,7 @@ with these operations can be faster. On a GPU this is the plain loop with which 
 import argparse
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,25 +23,14 @@ from benchmarks.training.replay import RecordedPlan
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import first_records
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.messages import StepHeader
 from rowcast.protocol.plan import step_block, step_header
 from rowcast.runtime.machine import usable_cores
 from rowcast.trainer.device.cuda import choose_device
-from rowcast.trainer.kernels.derived import Chunks, cut_long_rows
-from rowcast.trainer.kernels.lookups import arranged
-from rowcast.trainer.models.runner import StepRunner
-from rowcast.trainer.step.memory import PlanArrays
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResidentStep:
-    """A step's inputs to a runner: implements `runner.StepInputs`."""
-
-    step: int
-    header: StepHeader
-    arrays: PlanArrays  # on the device
+from rowcast.trainer.kernels import Chunks, cut_long_rows
+from rowcast.trainer.kernels.choose import arranged
+from rowcast.trainer.models.runner import PlanArrays, StepInputs, StepRunner
 
 
 class ResidentRows:
@@ -63,7 +52,7 @@ class ResidentRows:
             )
 
 
-def step_inputs(recorded: RecordedPlan, groups: Sequence[GroupSpec], device: torch.device) -> ResidentStep:
+def step_inputs(recorded: RecordedPlan, groups: Sequence[GroupSpec], device: torch.device) -> StepInputs:
     plan = replace(recorded.plan, groups=tuple(map(arranged, recorded.plan.groups, groups)))
     block = step_block(recorded.batch, plan, 0)
     content = np.empty(block.nbytes, np.uint8)
@@ -74,16 +63,17 @@ def step_inputs(recorded: RecordedPlan, groups: Sequence[GroupSpec], device: tor
         for index, group in enumerate(plan.groups)
         for name, array in zip(Chunks._fields, cut_long_rows(group.segment_offsets), strict=True)
     }
-    arrays = PlanArrays(torch.from_numpy(content).to(device), block.specs)
-    arrays.made |= {name: torch.from_numpy(array).to(device) for name, array in chunks.items()}
-    return ResidentStep(step=plan.step, header=header, arrays=arrays)
+    inputs = StepInputs(header=header)
+    inputs.arrays = PlanArrays(torch.from_numpy(content).to(device), block.specs)
+    inputs.arrays.made |= {name: torch.from_numpy(array).to(device) for name, array in chunks.items()}
+    return inputs
 
 
 class ResidentRun:
     def __init__(self, job: Job, batches: Sequence[ScheduledBatch], device: torch.device) -> None:
         slots = slots_for(job, batches, touched(job, batches).rows)
         rows, groups = ResidentRows(job, slots, device), group_specs(job)
-        self.steps: list[ResidentStep] = []
+        self.steps: list[StepInputs] = []
         for recorded in recorded_plans(job, batches, slots):
             rows.fill(recorded)
             self.steps.append(step_inputs(recorded, groups, device))
@@ -91,7 +81,7 @@ class ResidentRun:
         self.runner = StepRunner(job, rows.records, batches[0].batch.dense.shape[1])
         self.losses = [torch.zeros((), pin_memory=device.type == "cuda") for _ in self.steps]
 
-    def issue(self) -> Iterator[ResidentStep]:
+    def issue(self) -> Iterator[StepInputs]:
         for step, loss in zip(self.steps, self.losses, strict=True):
             self.runner.train(step, loss)
             yield step

@@ -1,5 +1,4 @@
-"""The table of docs/speed.md: rowcast over stock PyTorch, for two kinds of data, two optimizers and two widths, while
-both train.
+"""Rowcast over stock PyTorch, for two kinds of data, two optimizers and two widths, while both train.
 
 Question: how many samples per second do both processes of rowcast train with a cache of a tenth of the rows, compared
 with one process of stock PyTorch with every row in memory, on the same cores? Method: `steady.py`, turns of about a

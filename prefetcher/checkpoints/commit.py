@@ -65,10 +65,10 @@ def synced_partial(disk: Disk, path: Path, content: Sealed) -> Generator[bool, N
     return partial
 
 
-def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
+def write_shard_file(disk: Disk, folder: Path, shard: ShardFile) -> Steps:
     """Declares the shard durable; its files and the folder must be."""
-    path = folder / shard_name(own.number)
-    partial = yield from synced_partial(disk, path, own)
+    path = folder / shard_name(shard.number)
+    partial = yield from synced_partial(disk, path, shard)
     crash_point("shard not renamed")
     disk.rename(partial, path)
     yield True
@@ -78,21 +78,21 @@ def write_shard_file(disk: Disk, folder: Path, own: ShardFile) -> Steps:
 
 
 def gather_shards(
-    disk: Disk, folder: Path, own: ShardFile, is_over: Callable[[], bool]
+    disk: Disk, folder: Path, shard: ShardFile, is_over: Callable[[], bool]
 ) -> Generator[bool, None, list[ShardFile]]:
     """Waits for the shard files of all other ranks, and removes them. `is_over`: the checkpoint is no longer needed.
 
     Raises DataError if one is unreadable or does not agree with `own`, and Abandoned if they do not arrive."""
-    shards, progress = [own], OthersProgress(folder)
-    for number in range(1, own.count):
+    shards, progress = [shard], OthersProgress(folder)
+    for number in range(1, shard.count):
         path = folder / shard_name(number)
-        while (found := read_shard_file(path)) is None:
+        while (other := read_shard_file(path)) is None:
             yield look_again(progress, is_over)
-        check_agrees(path, number, found, own)
-        shards.append(found)
+        check_agrees(path, number, other, shard)
+        shards.append(other)
         yield True
     crash_point("shards agree")
-    for number in range(1, own.count):
+    for number in range(1, shard.count):
         disk.unlink(folder / shard_name(number))
         yield True
     return shards
@@ -105,41 +105,41 @@ def look_again(progress: OthersProgress, is_over: Callable[[], bool]) -> bool:
     return changed
 
 
-def check_agrees(path: Path, number: int, found: ShardFile, own: ShardFile) -> None:
+def check_agrees(path: Path, number: int, other: ShardFile, own: ShardFile) -> None:
     """Raises DataError if two ranks write different checkpoints or hold different model states."""
     mine, theirs = (
-        (shard.run_id, shard.count, shard.position.step, shard.position, shard.after) for shard in (own, found)
+        (shard.run_id, shard.count, shard.position.step, shard.position, shard.after) for shard in (own, other)
     )
-    if mine != theirs or found.number != number:
+    if mine != theirs or other.number != number:
         raise DataError(
-            f"{path}: rank {found.number} of {found.count} has written step {found.position.step} of run "
-            f"{found.run_id} after checkpoint {found.after or 'none'}, but this is rank {number} of {own.count}, step "
+            f"{path}: rank {other.number} of {other.count} has written step {other.position.step} of run "
+            f"{other.run_id} after checkpoint {other.after or 'none'}, but this is rank {number} of {own.count}, step "
             f"{own.position.step} of run {own.run_id} after {own.after or 'none'}; stop all processes of the run and "
             "start them again"
         )
-    if found.model_state != own.model_state:
+    if other.model_state != own.model_state:
         raise DataError(
             f"{path}: the trainer of rank {number} has another model state after step {own.position.step - 1} than "
-            f"that of rank 0 (checksum {found.model_state}, not {own.model_state}); the checkpoint before stays. A "
+            f"that of rank 0 (checksum {other.model_state}, not {own.model_state}); the checkpoint before stays. A "
             "script has not added up all dense gradients (DistributedDataParallel, rowcast.sum_gradients), or its "
             "dense= holds a rank's own state, such as running statistics; else check the hardware of both"
         )
 
 
 def await_manifest(
-    look: Callable[[], Manifest | None], folder: Path, own: ShardFile, is_over: Callable[[], bool]
+    look: Callable[[], Manifest | None], folder: Path, shard: ShardFile, is_over: Callable[[], bool]
 ) -> Generator[bool, None, Manifest]:
     """Waits for the manifest that names `own`. `look` returns a new manifest of the step, if there is one. Raises
     Abandoned if it does not arrive."""
     progress = OthersProgress(folder)
     while True:
         manifest = look()
-        if manifest is not None and (manifest.run_id, manifest.position) == (own.run_id, own.position):
+        if manifest is not None and (manifest.run_id, manifest.position) == (shard.run_id, shard.position):
             break
         yield look_again(progress, is_over)
-    if len(manifest.shards) != own.count or manifest.shards[own.number] != own.shard:
+    if len(manifest.shards) != shard.count or manifest.shards[shard.number] != shard.shard:
         raise DataError(
-            f"{folder}: its manifest does not name what rank {own.number} of {own.count} has written; stop all "
+            f"{folder}: its manifest does not name what rank {shard.number} of {shard.count} has written; stop all "
             "processes of the run and start them again"
         )
     crash_point("manifest seen")

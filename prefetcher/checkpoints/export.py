@@ -15,7 +15,7 @@ hold only its trained rows, and one more tensor lists them:
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -26,11 +26,10 @@ from rowcast.job.embedding_tables import RowType
 from rowcast.job.schema import Job
 from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, TableSpec, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.pieces import AscendingRows, saved_rows
+from rowcast.prefetcher.checkpoints.restore import AscendingRows, saved_rows
 from rowcast.prefetcher.checkpoints.row_files import Rows
 from rowcast.prefetcher.checkpoints.saved_tables import saved_tables
-from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import FirstOf, of_seed
 from rowcast.prefetcher.stores.store import Records
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import Manifest, RowLayer, checked_file
@@ -38,19 +37,24 @@ from rowcast.runtime.disk import Disk, partial_of
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.format_numbers import human_bytes
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.tensor_file import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 
 BLOCK_ROWS = 65536
+MOST_ROWS = 2**48  # of a table
 MODEL = "model."  # the prefix of the model's tensors in the dense file
 DTYPES: dict[RowType, str] = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}  # safetensors' names
 
 
-def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, trained_only: bool = False) -> Manifest:
-    """Writes a run's checkpoint, by default the newest, to `out`. Raises ConfigError and DataError."""
+def export_run(
+    run_dir: Path, out: Path, checkpoint: str | None = None, *, trained_only: bool = False, above: int = 0
+) -> Manifest:
+    """Writes a run's checkpoint, by default the newest, to `out`. `above`: `trained_only` holds for tables of more
+    rows. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(checkpoint)
     tables = saved_tables(checkpoints.root, manifest)
-    kind, seed = TrainedRows if trained_only else CheckpointRows, tables.job.job.seed
-    rows = kind(checkpoints.root, manifest.layers, tables.written, seed)
+    whole = all_of(tables.groups, most=above if trained_only else MOST_ROWS)
+    rows = CheckpointRows(checkpoints.root, manifest.layers, tables.written, tables.first, whole)
     write_export(out, tables.groups, rows, SavedModelState(checkpoints.root, manifest))
     return manifest
 
@@ -59,7 +63,12 @@ def export_start(job: Job, out: Path) -> None:
     """Writes the tables that a run of this job starts from, without dense weights (the trainer makes those). Raises
     ConfigError."""
     groups = whole_groups(job)
-    write_export(out, groups, CheckpointRows(Path(), (), groups, job.job.seed), None)
+    write_export(out, groups, CheckpointRows(Path(), (), groups, of_seed(job.job.seed), all_of(groups)), None)
+
+
+def all_of(groups: tuple[GroupSpec, ...], most: int = MOST_ROWS) -> frozenset[int]:
+    """The tables of at most so many rows, by index."""
+    return frozenset(table.index for group in groups for table in group.tables if table.num_embeddings <= most)
 
 
 def write_export(
@@ -115,40 +124,24 @@ Block = tuple[I64, Records]  # row ids of one table, ascending, and their record
 
 
 class CheckpointRows:
-    """A checkpoint's rows by table, in blocks. Reads trained rows from its layers, with one file of each in memory, and
-    computes the others."""
+    """A checkpoint's rows by table, in blocks: all of some tables, with their ids the trained ones of others. Reads
+    trained rows from its layers, with one file of each in memory."""
 
-    def __init__(self, root: Path, layers: tuple[RowLayer, ...], saved: tuple[GroupSpec, ...], seed: int) -> None:
-        """`saved`: the groups that were written."""
+    def __init__(
+        self,
+        root: Path,
+        layers: tuple[RowLayer, ...],
+        saved: tuple[GroupSpec, ...],
+        first: FirstOf,
+        whole: Collection[int],
+    ) -> None:
+        """`saved`: the groups that were written. `first`: makes the other rows. `whole`: tables of which all rows are
+        read, by index."""
         self._root = root
         self._layers = layers
         self._saved = saved
-        self._seed = seed
-
-    def tensors(self, groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
-        return table_tensors(groups)
-
-    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Block]]]:
-        """Yields each table with its blocks of at most BLOCK_ROWS rows, to be read before the next table."""
-        trained = AscendingRows(self._merged(group))
-        for table in group.tables:
-            yield table, self._blocks(group, table, trained)
-
-    def _merged(self, group: GroupSpec) -> Iterator[Rows]:
-        return saved_rows(self._root, group, self._saved, self._layers)
-
-    def _blocks(self, group: GroupSpec, table: TableSpec, trained: AscendingRows) -> Iterator[Block]:
-        for first in range(0, table.num_embeddings, BLOCK_ROWS):
-            rows = np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
-            keys = make_keys(table.index, rows)
-            records = first_records(group, self._seed, keys)
-            for found, own in trained.up_to(int(keys[-1])):
-                records[found - keys[0]] = own
-            yield rows, records
-
-
-class TrainedRows(CheckpointRows):
-    """Only the rows that were trained, with their ids."""
+        self._first = first
+        self._whole = whole
 
     def tensors(self, groups: tuple[GroupSpec, ...]) -> dict[str, TensorSpec]:
         tensors = dict[str, TensorSpec]()
@@ -159,20 +152,40 @@ class TrainedRows(CheckpointRows):
                     dtype="I64", shape=(num_rows[table.index],), nbytes=8 * num_rows[table.index]
                 )
                 for table in group.tables
+                if table.index not in self._whole
             }
             tensors |= ids | table_tensors((group,), num_rows)
         return tensors
 
+    def tables(self, group: GroupSpec) -> Iterator[tuple[TableSpec, Iterator[Block]]]:
+        """Yields each table with its blocks of at most BLOCK_ROWS rows, to be read before the next table."""
+        trained = AscendingRows(self._merged(group))
+        for table in group.tables:
+            blocks = self._blocks if table.index in self._whole else self._trained_blocks
+            yield table, blocks(group, table, trained)
+
+    def _merged(self, group: GroupSpec) -> Iterator[Rows]:
+        return saved_rows(self._root, group, self._saved, self._layers)
+
     def _num_rows(self, group: GroupSpec) -> dict[int, int]:
-        """Counts each table's trained rows in a separate pass over the checkpoint, because a file begins with its
-        sizes."""
-        num_rows = {table.index: 0 for table in group.tables}
-        for keys, _ in self._merged(group):
+        """Counts each table's rows. Trained ones take a separate pass over the checkpoint, because a file begins with
+        its sizes."""
+        num_rows = {table.index: table.num_embeddings if table.index in self._whole else 0 for table in group.tables}
+        for keys, _ in () if num_rows.keys() <= {*self._whole} else self._merged(group):
             for index, count in zip(*np.unique(keys >> KEY_SHIFT, return_counts=True), strict=True):
-                num_rows[int(index)] += int(count)
+                num_rows[int(index)] += 0 if index in self._whole else int(count)
         return num_rows
 
     def _blocks(self, group: GroupSpec, table: TableSpec, trained: AscendingRows) -> Iterator[Block]:
+        for first in range(0, table.num_embeddings, BLOCK_ROWS):
+            rows = np.arange(first, min(first + BLOCK_ROWS, table.num_embeddings), dtype=np.int64)
+            keys = make_keys(table.index, rows)
+            records = self._first(group, keys)
+            for found, own in trained.up_to(int(keys[-1])):
+                records[found - keys[0]] = own
+            yield rows, records
+
+    def _trained_blocks(self, group: GroupSpec, table: TableSpec, trained: AscendingRows) -> Iterator[Block]:
         [last_key] = make_keys(table.index, np.array([table.num_embeddings - 1]))
         for keys, records in trained.up_to(int(last_key)):
             yield keys & ROW_MASK, records

@@ -22,11 +22,10 @@ from itertools import count, islice
 from pathlib import Path
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.checkpoints.interval import FILE as INTERVAL_FILE
 from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
 from rowcast.prefetcher.checkpoints.row_files import NEW_NAME, Steps, read_rows
 from rowcast.prefetcher.checkpoints.saved_tables import saved_groups
-from rowcast.prefetcher.stores.elements import FiniteRows
+from rowcast.prefetcher.stores.records import FiniteRows
 from rowcast.runtime.checkpoint_manifest import (
     FOLDER_NAME,
     MANIFEST_NAME,
@@ -52,7 +51,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 CheckpointFile = RowFile | DenseFile
 Examined = tuple[str, Manifest | None, str]  # a checkpoint; None: its manifest is damaged; what is damaged, or ""
 FOLDER = "checkpoints"
-INTERVAL_NAME = re.compile(rf"{re.escape(INTERVAL_FILE)}(?:\.partial)?")
+INTERVAL_NAME = re.compile(r"interval\.json(?:\.partial)?")  # earlier versions wrote it
 OWN_NAME = re.compile(rf"{NEW_NAME}|(?:{SHARD_NAME}|{re.escape(MANIFEST_NAME)})(?:\.partial)?")
 # the reason of a checkpoint made from a file or another run: this run has not trained anything yet
 IMPORT = "import"
@@ -222,6 +221,9 @@ class Checkpoints:
         """Reads every file. Raises DataError for the first that is damaged or holds a row that is not finite. Skips
         files in `whole`, and adds to it."""
         groups = {group.name: group for group in saved_groups(self.root, manifest)}
+        for table in () if manifest.script is None else manifest.script.tables:
+            for columns in table.first:
+                columns.check()
         for file in manifest.files:
             if whole is None or file not in whole:
                 if isinstance(file, RowFile):

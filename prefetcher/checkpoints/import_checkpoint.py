@@ -28,17 +28,24 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec, groups_at, make_keys, whole_groups
 from rowcast.prefetcher.checkpoints.export import DTYPES, MODEL, part_name, table_tensors
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, carry_out, softly
-from rowcast.prefetcher.checkpoints.pieces import saved_rows
-from rowcast.prefetcher.checkpoints.tensor_files import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
+from rowcast.prefetcher.checkpoints.restore import saved_rows
 from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
-from rowcast.prefetcher.stores.elements import ELEMENTS, Elements, FiniteRows, elements_of, rounded, widened
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import (
+    ELEMENTS,
+    Elements,
+    FiniteRows,
+    elements_of,
+    first_records,
+    rounded,
+    widened,
+)
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import IdType, Manifest, Position, checked_file
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
+from rowcast.runtime.tensor_file import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
 
 BLOCK_ROWS = 65536
 TABLE_PREFIXES = ("embedding_bags.", "optimizer.")  # of names of rows and their state
@@ -149,8 +156,8 @@ class EarlierRun:
         """Leaves out evaluations, which are of the earlier run's samples."""
         if self._manifest.dense is not None:
             path = checked_file(self._root, self._manifest.dense)
-            found = read_header(path).items()
-            yield from selected(path, {name: own for name, own in found if not name.startswith(OF_EVALUATIONS)})
+            tensors = read_header(path).items()
+            yield from selected(path, {name: tensor for name, tensor in tensors if not name.startswith(OF_EVALUATIONS)})
 
 
 def tables_of(job: Job) -> Iterator[str]:
@@ -204,15 +211,15 @@ class ExportedFile:
                 self._check_range(part_name(table, "weight"), table.dtype)
 
     def _check_tensor(self, name: str, spec: TensorSpec) -> None:
-        found = self._tensors.get(name)
-        if found is None:
+        tensor = self._tensors.get(name)
+        if tensor is None:
             if name.startswith("embedding_bags."):
                 raise ConfigError(
                     f"{self.path}: {name} is missing; remove its table from the job file, or name a file that has it"
                 )
-        elif found.shape != spec.shape or not may_become(found.dtype, spec.dtype, name):
+        elif tensor.shape != spec.shape or not may_become(tensor.dtype, spec.dtype, name):
             raise ConfigError(
-                f"{self.path}: {name} is {found.dtype} {list(found.shape)}, but the job file needs "
+                f"{self.path}: {name} is {tensor.dtype} {list(tensor.shape)}, but the job file needs "
                 f"{spec.dtype} {list(spec.shape)}; change num_embeddings, embedding_dim, dtype or optimizer.sparse"
             )
 
@@ -244,16 +251,16 @@ class ExportedFile:
                 initial = first_records(group, seed, keys)
                 records = initial.copy()
                 for part, tensor in sources:
-                    found = self._read(file, tensor, first, len(keys))
-                    elements_of(records, part)[:] = converted(found, ROW_TYPES[tensor.dtype], part.dtype)
+                    values = self._read(file, tensor, first, len(keys))
+                    elements_of(records, part)[:] = converted(values, ROW_TYPES[tensor.dtype], part.dtype)
                 changed = (records != initial).any(axis=1)
                 if changed.any():
                     yield keys[changed], records[changed]
 
     def _source(self, table: TableSpec, part: RecordPart) -> PlacedTensor | None:
         """Returns the tensor that a field is read from; None: the field keeps its first value."""
-        found = self._tensors.get(part_name(table, part.name))
-        return self._tensors[part_name(table, "weight")] if found is None and part.name == "master" else found
+        tensor = self._tensors.get(part_name(table, part.name))
+        return self._tensors[part_name(table, "weight")] if tensor is None and part.name == "master" else tensor
 
     def _read(self, file: IO[bytes], tensor: PlacedTensor, first: int, rows: int) -> Elements:
         row_bytes = tensor.nbytes // tensor.shape[0]
@@ -281,10 +288,10 @@ def selected(path: Path, tensors: Mapping[str, PlacedTensor]) -> Iterator[bytes]
 Source = EarlierRun | ExportedFile
 
 
-def may_become(found: str, needed: str, name: str) -> bool:
+def may_become(saved: str, needed: str, name: str) -> bool:
     """Returns whether a tensor of dtype `found` (safetensors' name) may fill a field of dtype `needed`. Only weights
     are converted."""
-    return found == needed or (name.startswith("embedding_bags.") and found in ROW_TYPES)
+    return saved == needed or (name.startswith("embedding_bags.") and saved in ROW_TYPES)
 
 
 def converted(elements: Elements, dtype: RowType, needed: RowType) -> Elements:

@@ -6,6 +6,8 @@ a time. Where several layers have a row, `merged` takes that of the newest:
 base     k1 . k3 k4 . . k7          a cursor per layer, each with one file in memory; a block of the merge ends at the
 delta    .  k2 k3 .  .  k6 .        smallest key that every cursor has reached
 merged   k1 k2 k3 k4 .  k6 k7
+
+Files are in the format of safetensors.
 """
 
 import os
@@ -20,13 +22,13 @@ import xxhash
 from msgspec.structs import replace
 
 from rowcast.job.tables import GROUP_NAME, KEY_SHIFT, ROW_MASK, GroupSpec
-from rowcast.prefetcher.checkpoints.tensor_files import BLOCK_BYTES, TensorSpec, make_header
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.checkpoint_manifest import MAX_KEY, RowFile, RowLayer, differs
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.disk import Content, Disk
 from rowcast.runtime.errors import DataError
+from rowcast.runtime.tensor_file import BLOCK_BYTES, TensorSpec, make_header
 
 ROW_FILE_BYTES = 64 * 2**20
 MERGE_BYTES = 4 * 2**20  # of each layer, per block
@@ -37,7 +39,7 @@ Rows = tuple[Keys, Records]
 Steps = Generator[bool, None, None]  # True for each operation done; False if there is nothing to do yet
 
 
-class HashedFile:
+class HashingWriter:
     """Writes a file, and knows its size and checksum without reading it back."""
 
     def __init__(self, disk: Disk, path: Path) -> None:
@@ -102,7 +104,7 @@ class RowFiles:
         rows, self._gathered, self._gathered_bytes = self._gathered, [], 0
         path = new_path(self._folder, f"{self._group.name}{self._tag}", self._numbers)
         num_rows = sum(len(keys) for keys, _ in rows)
-        with closing(HashedFile(self._disk, path)) as file:
+        with closing(HashingWriter(self._disk, path)) as file:
             yield True
             for content in row_file_content(rows, num_rows, self._group.record_bytes):
                 file.write(content)
@@ -262,6 +264,14 @@ def layers_of(older: tuple[RowLayer, ...], written: list[RowFile], after: str) -
     return replace(base, kind="base", after=""), *deltas
 
 
+def by_age(layers: tuple[RowLayer, ...]) -> list[tuple[RowLayer, ...]]:
+    """Returns together what was trained between the same two `forget`, oldest first."""
+    ends = sorted({layer.until for layer in layers}, key=lambda until: until or MAX_KEY)
+    return [tuple(layer for layer in layers if layer.until == end) for end in ends]
+
+
 def must_merge(older: tuple[RowLayer, ...]) -> bool:
-    """Whether the layers become one before another is added."""
-    return len(older) >= MAX_LAYERS or sum(layer.num_rows for layer in older[1:]) > older[0].num_rows
+    """Whether the layers of each age become one before another is added."""
+    oldest = [of_age[0] for of_age in by_age(older)]
+    num_rows, added = sum(layer.num_rows for layer in oldest), len(older) - len(oldest)
+    return added >= MAX_LAYERS - 1 or sum(layer.num_rows for layer in older) > 2 * num_rows

@@ -5,6 +5,7 @@ of one width are one group, whatever their tables have in them, so readers see e
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from msgspec import structs
@@ -14,6 +15,8 @@ from rowcast.job.file import parse_job, parse_manifest_job
 from rowcast.job.models import NO_MODEL
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, groups_at, whole_groups
+from rowcast.prefetcher.stores.records import FirstColumns, FirstOf, of_seed
+from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.runtime.checkpoint_manifest import MANIFEST_NAME, Manifest, SavedScript, SavedTable
 from rowcast.runtime.errors import ConfigError, DataError
 
@@ -24,6 +27,8 @@ class SavedTables:
     groups: tuple[GroupSpec, ...]  # of whole tables, as they are read
     written: tuple[GroupSpec, ...]  # as the files have them
     num_dense: int | None  # dense features of a sample; None: not known
+    first: FirstOf  # of rows that no layer has
+    in_files: frozenset[int]  # the tables of which `first` reads files
 
 
 def saved_tables(root: Path, manifest: Manifest) -> SavedTables:
@@ -37,6 +42,8 @@ def saved_tables(root: Path, manifest: Manifest) -> SavedTables:
         groups=whole_groups(job),
         written=groups_at(job, manifest.points),
         num_dense=None if was is None or was.num_dense < 0 else was.num_dense,
+        first=of_seed(job.job.seed),
+        in_files=frozenset(),
     )
 
 
@@ -49,18 +56,46 @@ def saved_groups(root: Path, manifest: Manifest) -> tuple[GroupSpec, ...]:
 
 
 def of_script(script: SavedScript) -> SavedTables:
-    written = groups_at(job_of(script, [own.width for own in script.tables]), ())
+    written = groups_at(job_of(script, [table.width for table in script.tables]), ())
     groups = {table.index: seen(group, table.index, script.tables) for group in written for table in group.tables}
-    job = job_of(script, [own.dim for own in script.tables])
-    return SavedTables(job=job, groups=tuple(groups[t] for t in sorted(groups)), written=written, num_dense=0)
+    job = job_of(script, [table.dim for table in script.tables])
+    return SavedTables(
+        job=job,
+        groups=tuple(groups[t] for t in sorted(groups)),
+        written=written,
+        num_dense=0,
+        first=ScriptFirst(script),
+        in_files=frozenset(t for t, table in enumerate(script.tables) if any(each.path for each in table.first)),
+    )
+
+
+class ScriptFirst:
+    """Implements `FirstOf`. Files are opened when rows are read."""
+
+    def __init__(self, script: SavedScript) -> None:
+        self._tables = dict(enumerate(script.tables))
+
+    @cached_property
+    def _columns(self) -> FirstColumns:
+        """Raises DataError."""
+        tables = self._tables.items()
+        return FirstColumns({t: own.first for t, own in tables}, {t: table.num_rows for t, table in tables})
+
+    def __call__(self, group: GroupSpec, keys: Keys) -> Records:
+        return self._columns.records(group, keys)
 
 
 def job_of(script: SavedScript, widths: list[int]) -> Job:
     tables = [
         ParameterTable(
-            name=own.name, features=[own.name], num_embeddings=own.num_rows, embedding_dim=width, pooling="none"
+            name=table.name,
+            features=[table.name],
+            num_embeddings=table.num_rows,
+            embedding_dim=width,
+            pooling="none",
+            rule=table.first[0].rule if table.first else None,
         )
-        for own, width in zip(script.tables, widths, strict=True)
+        for table, width in zip(script.tables, widths, strict=True)
     ]
     return structs.replace(parse_job(SCRIPT), tables=tables)
 

@@ -1,7 +1,7 @@
-"""Makes a checkpoint durable while training continues.
+"""Freezes changed rows and copies the model state at a barrier, and makes both durable while training continues.
 
 fetcher's thread      begin
-write-back's thread            offer_dense ... offer_dense  finish
+write-back's thread            take_dense: offer_dense ... offer_dense  freeze  finish
                                  v  at most QUEUE_BYTES wait
 checkpoint's thread   folder | dense file | row files | merge of older layers, if many | manifest | drop old ones
                                                                                               ^ it exists from here on
@@ -9,7 +9,7 @@ checkpoint's thread   folder | dense file | row files | merge of older layers, i
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,17 +21,20 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, groups_at
 from rowcast.prefetcher.checkpoints.commit import Abandoned, await_manifest, gather_shards, publish, write_shard_file
 from rowcast.prefetcher.checkpoints.folder import IMPORT, Checkpoints, softly
-from rowcast.prefetcher.checkpoints.pieces import saved_rows
-from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard
+from rowcast.prefetcher.checkpoints.restore import ALONE, OwnShard, saved_rows
 from rowcast.prefetcher.checkpoints.row_files import (
-    HashedFile,
+    HashingWriter,
     RowFiles,
     Steps,
+    by_age,
     layers_of,
     must_merge,
     new_path,
 )
+from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.tracked_store import FrozenRows, TrackedStore
+from rowcast.protocol.messages import Replica, Saved
 from rowcast.runtime.checkpoint_manifest import (
     MANIFEST_VERSION,
     SHARD_VERSION,
@@ -58,7 +61,7 @@ QUEUE_BYTES = 256 * 2**20
 RowBlock = tuple[int, Keys, Records]  # a group's index, and rows of it
 
 
-class Complete(NamedTuple):
+class CompleteState(NamedTuple):
     """The last item of the queue."""
 
     dense_checksum: str | None  # xxh3_64 of all dense pieces; None if there are none
@@ -100,6 +103,8 @@ class CheckpointWriter:
         # that computes the run, once its trainer has connected
         self.machine: Callable[[], Machine] = lambda: UNRECORDED
         self.id_types: dict[str, IdType] = {}
+        # the data that the steps before a position have read
+        self.trained_on: Callable[[Position], TrainingData | None] = lambda position: trained_on
         self.work = 0  # grows with progress
         self.num_files = 0  # written for the last checkpoint, including a merge's
         self.bytes_written = 0  # of the last checkpoint, to those files
@@ -108,14 +113,13 @@ class CheckpointWriter:
         self._job = job
         self._groups = groups
         self._run_id = run_id
-        self._trained_on = trained_on
         self._checkpoints = checkpoints
         self._disk = checkpoints.disk
         self._keep = keep
         self._on_durable = on_durable
         self._shard = shard
         # of one thread that puts and one that takes: each counter has one writer, and a deque needs no lock
-        self._queue = deque[bytes | Complete]()
+        self._queue = deque[bytes | CompleteState]()
         self._put_bytes = self._taken_bytes = 0
         self._work: Steps | None = None
         self._cleared = self._complete = self._abandoned = self._attempt_is_over = False
@@ -154,7 +158,7 @@ class CheckpointWriter:
         `rows`: rows of the shard that changed since the newest checkpoint, groups in order, keys ascending within a
         group. `advance` reads them as it writes; the writer owns their arrays. With several shards, the checksum is of
         the model state of the shard's trainer."""
-        self._put(Complete(dense_checksum, rows, is_best))
+        self._put(CompleteState(dense_checksum, rows, is_best))
         self._complete = True
 
     def abandon(self) -> None:
@@ -178,13 +182,13 @@ class CheckpointWriter:
             self._work = None
             return True
 
-    def _put(self, item: bytes | Complete) -> None:
+    def _put(self, item: bytes | CompleteState) -> None:
         assert self.busy, "the model state must be offered after begin"
         assert not self._complete, "nothing may be offered after finish"
         self._queue.append(item)
         self.on_offer()
 
-    def _take(self) -> bytes | Complete | None:
+    def _take(self) -> bytes | CompleteState | None:
         if not self._queue:
             return None
         item = self._queue.popleft()
@@ -247,9 +251,10 @@ class CheckpointWriter:
         return manifest
 
     def _manifest(
-        self, start: CheckpointStart, shards: tuple[ShardLayers, ...], dense: DenseFile | None, complete: Complete
+        self, start: CheckpointStart, shards: tuple[ShardLayers, ...], dense: DenseFile | None, complete: CompleteState
     ) -> Manifest:
-        best = folder_name(start.position) if complete.is_best else "" if self.newest is None else self.newest.best
+        best, forgot = ("", 0) if self.newest is None else (self.newest.best, self.newest.forgot)
+        best = folder_name(start.position) if complete.is_best else best
         return seal(
             Manifest(
                 version=MANIFEST_VERSION,
@@ -257,7 +262,7 @@ class CheckpointWriter:
                 position=start.position,
                 finished=start.finished,
                 reason=start.reason,
-                trained_on=self._trained_on,
+                trained_on=self.trained_on(start.position),
                 shards=shards,
                 points=self._shard.points,
                 block_bits=self._shard.block_bits,
@@ -265,6 +270,7 @@ class CheckpointWriter:
                 machine=self.machine(),
                 best=best if self._job.eval.keep == "best" else "",
                 id_types=self.id_types,
+                forgot=forgot,
                 **self.content(),
             )
         )
@@ -300,18 +306,18 @@ class CheckpointWriter:
             self._disk.sync_folder(path)
             yield True
 
-    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, Complete]]:
+    def _receive(self, folder: Path) -> Generator[bool, None, tuple[DenseFile | None, CompleteState]]:
         """Writes the dense file. Returns it and what `finish` was given. Only rank 0 gets pieces of a dense file."""
         path = new_path(folder, "dense", count())
         with ExitStack() as stack:
-            dense: HashedFile | None = None
-            while not isinstance(item := self._take(), Complete):
+            dense: HashingWriter | None = None
+            while not isinstance(item := self._take(), CompleteState):
                 if self._abandoned:
                     raise Abandoned
                 if item is None:
                     yield False
                 else:
-                    dense = dense or stack.enter_context(closing(HashedFile(self._disk, path)))
+                    dense = dense or stack.enter_context(closing(HashingWriter(self._disk, path)))
                     dense.write(item)
                     yield True
             if dense is None:
@@ -336,16 +342,24 @@ class CheckpointWriter:
         older = tuple(layer for part in parts for layer in part.layers)
         is_divided_anew = any(part.held != self._shard for part in parts)
         if is_divided_anew or (written and older and must_merge(older)):
-            base, root = RowFiles(self._disk, folder, self._shard.tag), self._checkpoints.root
-            saved = () if self.newest is None else groups_at(self._job, self.newest.points)
-            for group in self._groups:
-                for rows in saved_rows(root, group, saved, older):
-                    yield from base.add(group, *self._shard.owned(group, rows))
-                    crash_point("merging")
-                    yield True
-            yield from base.flush()
-            older = layers_of((), base.files, "")
+            merged: list[RowLayer] = []
+            for layers in by_age(older):
+                is_one = len(layers) == 1 and not is_divided_anew
+                merged.append(layers[0] if is_one else (yield from self._merge(layers, folder)))
+            older = tuple(merged)
         return layers_of(older, written, self._after)
+
+    def _merge(self, layers: tuple[RowLayer, ...], folder: Path) -> Generator[bool, None, RowLayer]:
+        one, root = RowFiles(self._disk, folder, self._shard.tag), self._checkpoints.root
+        saved = () if self.newest is None else groups_at(self._job, self.newest.points)
+        for group in self._groups:
+            for rows in saved_rows(root, group, saved, layers):
+                yield from one.add(group, *self._shard.owned(group, rows))
+                crash_point("merging")
+                yield True
+        yield from one.flush()
+        num_rows = sum(file.num_rows for file in one.files)
+        return RowLayer(kind="delta", num_rows=num_rows, files=tuple(one.files), until=layers[0].until)
 
     @property
     def _after(self) -> str:
@@ -354,3 +368,77 @@ class CheckpointWriter:
     def _count(self, files: list[RowFile | DenseFile | None], folder: Path) -> None:
         new = {file.file: file.nbytes for file in files if file is not None and file.file.startswith(f"{folder.name}/")}
         self.num_files, self.bytes_written = len(new), sum(new.values())
+
+
+BLOCK_BYTES = 8 * 2**20
+NUMBER_BYTES = 8  # per row set aside, beside its record
+
+
+class BarrierCheckpointer:
+    """Implements `barrier.Checkpointer`."""
+
+    def __init__(
+        self,
+        groups: tuple[GroupSpec, ...],
+        stores: tuple[TrackedStore, ...],
+        writer: CheckpointWriter,
+        aside_bytes: int,
+    ) -> None:
+        """`aside_bytes`: the most memory for copies of overwritten frozen rows, until they are collected."""
+        self._groups = groups
+        self._stores = stores
+        self._writer = writer
+        self._aside_bytes = aside_bytes
+
+    @property
+    def busy(self) -> bool:
+        return self._writer.busy
+
+    def begin(self, barrier: PlannedBarrier) -> bool:
+        newest = self._writer.newest
+        if newest is not None and newest.position == barrier.position:
+            return False
+        if newest is None and not barrier.position.step and not barrier.plan.finished:
+            return False  # stopped before any training: this must not replace an earlier run
+        self._writer.begin(
+            barrier.position, finished=barrier.plan.finished, reason=barrier.plan.reason, ahead=barrier.ahead
+        )
+        return True
+
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
+        is_last = isinstance(message, Replica) or message.piece == message.num_pieces - 1
+        if isinstance(message, Saved) and not self._writer.offer_dense(content):
+            return False
+        crash_point("dense piece taken")
+        if is_last:
+            is_best = isinstance(message, Saved) and message.is_best
+            self._writer.finish(f"{message.checksum:016x}", collected(self._stores, self._freeze()), is_best=is_best)
+        return True
+
+    def _freeze(self) -> list[FrozenRows]:
+        pairs = zip(self._groups, self._stores, strict=True)
+        needed_bytes = sum(store.num_changed * (group.record_bytes + NUMBER_BYTES) for group, store in pairs)
+        share = min(1.0, self._aside_bytes / max(1, needed_bytes))
+        return [store.freeze(share) for store in self._stores]
+
+
+def collected(stores: tuple[TrackedStore, ...], frozen: list[FrozenRows]) -> Iterator[RowBlock]:
+    """Yields frozen rows on the writer's thread."""
+    crash_point("rows not collected")
+    for index, (store, rows) in enumerate(zip(stores, frozen, strict=True)):
+        for keys, records in rows.blocks(BLOCK_BYTES):
+            yield (index, keys, records)
+        store.thaw()
+    crash_point("rows collected")
+
+
+class NoCheckpoints:
+    """Implements `barrier.Checkpointer` for a run that trains nothing."""
+
+    busy = False
+
+    def begin(self, barrier: PlannedBarrier) -> bool:
+        return False
+
+    def take_dense(self, message: Saved | Replica, content: bytes) -> bool:
+        raise AssertionError("no barrier has started a checkpoint")

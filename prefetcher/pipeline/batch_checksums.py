@@ -16,8 +16,8 @@ import xxhash
 from msgspec.structs import replace
 
 from rowcast.protocol.batch import (
-    Cut,
     Lookups,
+    SampleCut,
     Samples,
     Scheduled,
     ScheduledBatch,
@@ -39,16 +39,19 @@ class Known:
     """A known batch that is not planned yet."""
 
     checksums: list[BatchChecksum]  # one for each part of this rank
-    cuts: list[Cut]  # each takes one of these parts out of the rank's samples
+    cuts: list[SampleCut]  # each takes one of these parts out of the rank's samples
 
 
 class BatchChecksums:
-    def __init__(self, rank: Rank, of: Belonging, expected: Iterable[BatchChecksum] = ()) -> None:
-        """`expected`: of the checkpoint that this attempt begins at."""
+    def __init__(self, rank: Rank, of: Belonging) -> None:
         self._rank, self._of = rank, of
-        self._expected = {place_of(part): part for part in expected}
+        self._expected: dict[tuple[int, int | None, int], BatchChecksum] = {}
         self._known: deque[Known] = deque()  # from the next plan's batch on
         self._num_dense = 0  # of these, from the first on: with dense features
+
+    def expect(self, expected: Iterable[BatchChecksum]) -> None:
+        """`expected`: of the checkpoint that this attempt begins at."""
+        self._expected = {place_of(part): part for part in expected}
 
     @property
     def ahead(self) -> tuple[BatchChecksum, ...]:
@@ -59,18 +62,18 @@ class BatchChecksums:
         """Adds a batch. `parts`: of this rank, cut from `ids`. Raises Mismatch if the checkpoint's run had read
         different ids."""
         at, bounds = ids.position, own_bounds(ids.batch.batch_size, self._rank)
-        found = [
+        checksums = [
             BatchChecksum(
-                train_step=at.train_step, eval_batch=at.eval_batch, ids=ids_checksum(own), dense="", part=part
+                train_step=at.train_step, eval_batch=at.eval_batch, ids=ids_checksum(part_lookups), dense="", part=part
             )
-            for part, own in zip(self._rank.own_parts, parts, strict=True)
+            for part, part_lookups in zip(self._rank.own_parts, parts, strict=True)
         ]
-        for part in found:
+        for part in checksums:
             expected = self._expected.get(place_of(part))
             if expected is not None and expected.ids != part.ids:
                 raise other_batch(expected, "ids")
         cuts = [arrays_of_samples(ids.batch, slice(*ends), self._of) for ends in pairwise(bounds)]
-        self._known.append(Known(found, cuts))
+        self._known.append(Known(checksums, cuts))
 
     def add_dense(self, dense: Samples) -> None:
         """Adds this rank's dense features of the first batch that lacks them. Raises as `add_ids`."""
@@ -102,10 +105,10 @@ def check_first(
             before = known.get((scheduled.train_step, scheduled.position.eval_batch, part))
             if before is None:
                 continue
-            own = part_of(scheduled.batch, part, rank.parts, of)
-            if before.ids != ids_checksum(own):
+            batch_part = part_of(scheduled.batch, part, rank.parts, of)
+            if before.ids != ids_checksum(batch_part):
                 raise other_batch(before, "ids")
-            if before.dense not in ("", dense_checksum(own)):
+            if before.dense not in ("", dense_checksum(batch_part)):
                 raise other_batch(before, DENSE_AND_LABELS)
 
 
@@ -122,25 +125,31 @@ def first_checksums(features: Sequence[str], batches: Iterable[ScheduledBatch]) 
     """A checksum over all of these batches for each feature, and for dense features and labels; separately for
     evaluation batches. With many features, neighbours have one together."""
     parts, names = [], named_together("feature", features)
-    for own in batches:
-        apart = "" if own.kind == "train" else " of an evaluation"
-        parts += [(name + apart, of_feature(own.batch, index)) for index, name in enumerate(names)]
-        parts.append((DENSE_AND_LABELS + apart, dense_checksum(own.batch)))
+    for batch in batches:
+        apart = "" if batch.kind == "train" else " of an evaluation"
+        parts += [(name + apart, of_feature(batch.batch, index)) for index, name in enumerate(names)]
+        parts.append((DENSE_AND_LABELS + apart, dense_checksum(batch.batch)))
     return checksum_of_each(parts)
 
 
 def file_checksums(files: Sequence[DataFile]) -> dict[str, str]:
     """Returns a checksum of each file's size and one of its sample, sizes first: files of other sizes are sampled in
     other places. With many files, neighbours share one."""
-    names = named_together("data file", [f"{place} ({PurePath(own.path).name})" for place, own in enumerate(files, 1)])
-    sizes = [(f"the size of {name}", f"{own.nbytes} ") for name, own in zip(names, files, strict=True)]
-    return checksum_of_each([*sizes, *((name, own.checksum) for name, own in zip(names, files, strict=True))])
+    names = named_together(
+        "data file", [f"{place} ({PurePath(file.path).name})" for place, file in enumerate(files, 1)]
+    )
+    sizes = [(f"the size of {name}", f"{file.nbytes} ") for name, file in zip(names, files, strict=True)]
+    return checksum_of_each([*sizes, *((name, file.checksum) for name, file in zip(names, files, strict=True))])
 
 
 def named_together(what: str, names: Sequence[str]) -> list[str]:
     """Returns a name for each; at most MOST_NAMED differ."""
-    size, own = -(-len(names) // MOST_NAMED), [f"{what} {name}" for name in names]
-    return own if size <= 1 else [f"one of {size} {what}s from {own[at - at % size]} on" for at in range(len(own))]
+    size, labels = -(-len(names) // MOST_NAMED), [f"{what} {name}" for name in names]
+    return (
+        labels
+        if size <= 1
+        else [f"one of {size} {what}s from {labels[at - at % size]} on" for at in range(len(labels))]
+    )
 
 
 def checksum_of_each(parts: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -152,8 +161,8 @@ def checksum_of_each(parts: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def of_feature(batch: Lookups, index: int) -> str:
-    own, offsets = slice(index * batch.size, (index + 1) * batch.size), batch.offsets
+    ids, offsets = slice(index * batch.size, (index + 1) * batch.size), batch.offsets
     if offsets is not None:
-        offsets = offsets[own.start : own.stop + 1]
-        own, offsets = slice(offsets[0], offsets[-1]), offsets - offsets[0]
-    return checksum_of([batch.ids[own], offsets, None if batch.weights is None else batch.weights[own]])
+        offsets = offsets[ids.start : ids.stop + 1]
+        ids, offsets = slice(offsets[0], offsets[-1]), offsets - offsets[0]
+    return checksum_of([batch.ids[ids], offsets, None if batch.weights is None else batch.weights[ids]])

@@ -17,17 +17,16 @@ The life of plan p; `PrefetcherEngine.advance` is the code:
 A barrier (`barrier.py`) replaces the fetcher's work between two plans; the write-back receives its model state.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, get_args
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.barrier import Checkpointer, PrefetcherBarrier
-from rowcast.prefetcher.pipeline.batch_checksums import BatchChecksums
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, Limits, PlanStream
-from rowcast.prefetcher.pipeline.key_exchange import KeyExchange, KeyLinks
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.planning import PlanningStage
 from rowcast.prefetcher.pipeline.writeback import Writeback
@@ -36,7 +35,7 @@ from rowcast.prefetcher.readers.source import RankSource, Source
 from rowcast.prefetcher.stores.store import StoreCounts, described, totals
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.attempts import check_hello
-from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.conversation import Conversation, ProcessProgress
 from rowcast.protocol.messages import (
     Ask,
     Bye,
@@ -54,10 +53,9 @@ from rowcast.protocol.messages import (
     Welcome,
 )
 from rowcast.protocol.parts import belonging
-from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.checkpoint_manifest import BatchChecksum
-from rowcast.runtime.stages import Stage, Wakes
+from rowcast.runtime.checkpoint_manifest import Position
+from rowcast.runtime.stages import IDLE_WAIT_S, Period, Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
 
@@ -95,20 +93,23 @@ class PrefetcherEngine:
         welcome: Welcome,
         source: Source,
         planner: RowPlanner,
-        links: KeyLinks,
-        expected: Sequence[BatchChecksum],
         stores: tuple[TrackedStore, ...],
         conversation: Conversation,
         rings: tuple[RingWriter, RingReader],
         checkpointer: Checkpointer,
         counters: PrefetcherCounters,
     ) -> None:
-        """`links`: to the other ranks. `expected`: batches that a restart must read. `stores`: one per group. `rings`:
-        fetch and back. `counters`: of the process. The caller closes these."""
+        """`stores`: one per group. `rings`: fetch and back. `counters`: of the process. The caller closes these.
+
+        A checkpoint adds its model state (`barrier.restore`) and the batches that its run had read ahead
+        (`planning.checksums.expect`). Other ranks are reached by `planning.keys.links`."""
         groups, send = group_specs(job), conversation.send
         self.hello: Hello | None = None
         self.peer_left = False
+        self.on_done: Callable[[Position], None] = lambda position: None  # after the steps of each plan
         self.wake_after: Callable[[object], None] = lambda cause: None
+        self._period = Period()  # of plans
+        self._data_waits = 0  # looks of the watch that found nothing to do but wait for a file
         self.counters, self.welcome, self.planner, self.conversation = counters, welcome, planner, conversation
         self.fetch_ring, back_ring = rings
         self.checkpointer = checkpointer
@@ -136,18 +137,14 @@ class PrefetcherEngine:
             takes_model_state=welcome.rank == 0,
             tier=lambda: totals(self._store_counts()),
         )
-        of = belonging(job)
         self.planning = PlanningStage(
-            source=RankSource(source, planner.rank, of),
+            source=RankSource(source, planner.rank, belonging(job)),
             planner=planner,
-            keys=KeyExchange(planner, links, welcome.start.step),
-            checksums=BatchChecksums(planner.rank, of, expected),
             stores=stores,
             plans=self.plans,
             fetcher=self.fetcher,
             barrier=self.barrier,
             welcome=welcome,
-            lookup_arrays=of.arrays,
             counters=counters,
         )
         ahead = any(store.store.works_ahead for store in stores)
@@ -165,7 +162,7 @@ class PrefetcherEngine:
                 Saved: self.barrier.accept_dense,
                 Replica: self.barrier.accept_dense,
                 PlanDone: self._plan_done,
-                StopRequest: self.planning.stop,
+                StopRequest: self.planning.due.stop,
                 Bye: self._bye,
             }
         )
@@ -212,16 +209,16 @@ class PrefetcherEngine:
     def stop(self, reason: str) -> None:
         """Stops in order, once a trainer has connected. Ranks agree on the last step, which the trainer then sends."""
         if self.planner.rank.count == 1:
-            self.planning.stop(StopRequest(reason=reason))
+            self.planning.due.stop(StopRequest(reason=reason))
         else:
             self.conversation.send(StopRequest(reason=reason))
 
     @property
-    def polls(self) -> dict[str, Callable[[], bool]]:
-        """Whether a thread waits for the tickets of a store, which ring no bell."""
+    def looks_s(self) -> dict[str, Callable[[], float]]:
+        """By thread, how long it may wait while it is idle: the tickets of a store ring no bell."""
         return {
-            "fetcher": lambda: self.fetcher.awaits_store,
-            "write-back": lambda: self.writeback.is_writing,
+            "fetcher": lambda: self._period.look_s if self.fetcher.awaits_store else IDLE_WAIT_S,
+            "write-back": lambda: self._period.look_s if self.writeback.is_writing else IDLE_WAIT_S,
         }
 
     @property
@@ -237,18 +234,28 @@ class PrefetcherEngine:
     def waiting_for(self) -> str:
         if self.hello is None:
             return "a trainer"
+        if self.waits_for_data:
+            return "files that arrive"
         if self.fetcher.stalled_by == "store":
             return described(self._store_counts())
-        if self.fetcher.stalled_by == "plans" and (ranks := self.planning.awaited_ranks):
+        if self.fetcher.stalled_by == "plans" and (ranks := self.planning.keys.awaited):
             return f"the keys of {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
         return WAITS.get(self.fetcher.stalled_by or "", "its own work")
 
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether all steps of the files that have arrived are done (data.follow)."""
+        planned = self.planning.due.planned_through
+        is_idle = not self.barrier.due and (planned is None or planned == self.fetcher.step_done)
+        return is_idle and self.planning.waits_for_data
+
     def progress(self, work: int) -> ProcessProgress:
-        """`work` grows with all progress except steps and rows written back."""
+        """`work` grows with all progress except steps and rows written back. To wait for a file is progress."""
+        self._data_waits += self.waits_for_data
         return ProcessProgress(
             step_begun=self.fetcher.step_sent,
             step_done=self.fetcher.step_done,
-            work=work + self.counters.total("rows_written_back"),
+            work=work + self._data_waits + self.counters.total("rows_written_back"),
             waiting_for=self.waiting_for,
             ended=self.peer_left,
         )
@@ -259,7 +266,7 @@ class PrefetcherEngine:
 
         def planning(seconds: float) -> None:
             if self.planning.waits_for_batches:
-                counters.stalled("batches", seconds)
+                counters.stalled("data" if self.waits_for_data else "batches", seconds)
                 counters.blocked("batches", "consumer", seconds)
             elif self.planning.waits_for_credit:
                 counters.blocked("plans", "producer", seconds)
@@ -271,7 +278,7 @@ class PrefetcherEngine:
                 return
             if self.writeback.waits_for_checkpoint:
                 reason = "checkpoint"  # the fetcher's wait is due to rows that cannot be written
-            counters.stalled(reason, seconds)
+            counters.stalled("data" if self.waits_for_data else reason, seconds)
             if reason == "plans":
                 counters.blocked("plans", "consumer", seconds)
             elif reason in ("credit", "ring"):
@@ -295,6 +302,8 @@ class PrefetcherEngine:
 
     def _plan_done(self, message: PlanDone) -> None:
         self.fetcher.plan_done(message.plan)
+        self.on_done(self.planning.due.position_after(self.fetcher.step_done))
+        self._period.ended(time.perf_counter())
         self.counters.progressed()
 
     def _bye(self, message: Bye) -> None:

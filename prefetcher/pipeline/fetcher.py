@@ -14,11 +14,12 @@ import numpy as np
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback, rows_of_table
-from rowcast.prefetcher.stores.all_stores import AllStores, Rows
+from rowcast.prefetcher.stores.memory_store import AllStores, Rows
 from rowcast.prefetcher.stores.store import Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import Answer, Ask, PlanReady, RowSpan, StopRequest
+from rowcast.protocol.messages import Answer, Ask, PlanReady, StopRequest
 from rowcast.protocol.plan import BarrierPlan, Piece, Plan, cut, is_sampled, plan_stamp
+from rowcast.protocol.plan_layout import RowSpan
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import I64, Bytes
 from rowcast.runtime.checkpoint_manifest import BatchChecksum, Position

@@ -13,20 +13,32 @@ All ranks must plan the same steps. So each also tells where its data ends, the 
 read the samples: no rank plans a step whose samples another one may be unable to read.
 
 A single rank sends nothing. Only the planning thread calls.
+
+A list of keys has a part for each group:
+
+    group 0 | count | gap gap gap ...         keys ascend: a gap is a key less the one before, less one
+    group 1 | count | ...                     the first gap of a group is its first key
+
+Every number is in LEB128: seven bits a byte, the lowest first, in as few bytes as hold it.
 """
 
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 
+from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.prefetcher.planner.directory import Records
 from rowcast.prefetcher.planner.horizon import NeededRows
-from rowcast.prefetcher.planner.key_lists import Unpacker, pack
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.batch import Lookups, Scheduled
-from rowcast.runtime.arrays import I64
+from rowcast.protocol.parts import LINE, Shards, owner
+from rowcast.runtime.arrays import I64, Bytes
+from rowcast.runtime.compiled import compiled_loop, compiled_part
 from rowcast.runtime.errors import (
     ERRORS_BY_EXIT_CODE,
     Mismatch,
@@ -51,7 +63,7 @@ class StepKeys(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     batch_size: Number  # samples over all ranks
     checksum: Checksum  # of the whole batch's ids; 0 if this rank reads only its own
-    keys: bytes  # see `key_lists.py`
+    keys: bytes  # see `pack`
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -71,6 +83,7 @@ class KeyMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     first_samples: Number  # a step
     samples: tuple[Checksum, ...]  # of each step whose samples the sender has read since: as in `StepKeys`
     end: End | None
+    checkpoint_step: Number = 0  # that rank 0 names, once
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -132,14 +145,16 @@ def differ(first: int, second: int) -> bool:
 
 
 class KeyExchange:
-    def __init__(self, planner: RowPlanner, links: KeyLinks, first_step: int) -> None:
+    def __init__(self, planner: RowPlanner, first_step: int) -> None:
         """`first_step`: of the attempt."""
+        self.links: KeyLinks = NoLinks()  # to the other ranks
         self.fault: RowcastError | None = None  # the first that any rank has found
         self.fault_step = NOT_KNOWN  # it ends the run before this step
         self.awaited: tuple[int, ...] = ()  # the ranks that planning waits for
-        self._planner, self._arranger, self._links = planner, planner.arranger, links
+        self.checkpoint_step = NOT_KNOWN  # a named checkpoint comes no earlier; see RowPlanner.reaches
+        self._planner, self._arranger = planner, planner.arranger
         self._number, count = planner.rank.number, planner.rank.count
-        self._others = [OtherRank(own, first_step, first_step) for own in range(count) if own != self._number]
+        self._others = [OtherRank(number, first_step, first_step) for number in range(count) if number != self._number]
         self._by_number = {other.number: other for other in self._others}
         self._unpack = Unpacker(planner.groups, planner.shards, self._number).unpack
         self._together = 1  # steps in the last message
@@ -180,11 +195,11 @@ class KeyExchange:
     def add(self, ids: Scheduled[Lookups], sources: Sequence[Lookups], checksum: int) -> None:
         """Adds the own samples of the next batch, and what this rank looks up. `checksum`: as in `StepKeys`."""
         assert ids.step == self.next_step, f"step {ids.step} was added, but step {self.next_step} follows"
-        own = self._arranger.want(sources)
-        self._added.append(Added(ids, own, checksum))
+        wanted_rows = self._arranger.want(sources)
+        self._added.append(Added(ids, wanted_rows, checksum))
         self.next_step += 1
         for other in self._others:
-            keys = pack(self._arranger.wanted(own, other.number))
+            keys = pack(self._arranger.wanted(wanted_rows, other.number))
             other.unsent.append(StepKeys(ids.batch.batch_size, checksum, keys))
             self._unsent_bytes += len(keys)
         if self._num_unsent >= MOST_TOGETHER or self._unsent_bytes >= ENOUGH_BYTES:
@@ -231,7 +246,7 @@ class KeyExchange:
     def advance(self) -> bool:
         """Receives what has arrived. Raises PeerLost for a message that no rank sends."""
         worked = False
-        while (arrived := self._links.receive()) is not None:
+        while (arrived := self.links.receive()) is not None:
             number, message = arrived
             try:
                 self._accept(self._by_number[number], message)
@@ -283,7 +298,7 @@ class KeyExchange:
 
     def _await(self, late: Iterable[OtherRank]) -> tuple[int, ...]:
         self.awaited = tuple(other.number for other in late)
-        self._links.awaits(self.awaited)
+        self.links.awaits(self.awaited)
         return self.awaited
 
     def _taken(self, other: OtherRank, added: Added) -> Sequence[I64]:
@@ -328,6 +343,7 @@ class KeyExchange:
         other.samples.extend(message.samples)
         other.next_step, other.next_samples = last, other.next_samples + len(message.samples)
         other.horizon, other.end = message.horizon, end
+        self.checkpoint_step = min(self.checkpoint_step, message.checkpoint_step or NOT_KNOWN)
         if end is not None and end.code:
             error = ERRORS_BY_EXIT_CODE.get(end.code, RowcastError)
             self._note(end.step, error(f"rank {other.number}: {end.sentence}"))
@@ -340,7 +356,14 @@ class KeyExchange:
         self._end = end
         self._tell_all()
 
-    def _tell_all(self) -> None:
+    def name_checkpoint(self) -> None:
+        """Lets all ranks make a checkpoint where the plans of all end, from the first step on that none can have
+        planned without the next list. The horizons of ranks may differ, and are no shorter than `least_ahead`."""
+        if self._end is None:
+            self.checkpoint_step = self.next_step - self._planner.least_ahead
+            self._tell_all(self.checkpoint_step)
+
+    def _tell_all(self, checkpoint_step: int = 0) -> None:
         """Sends what waits to be sent."""
         for other in self._others:
             message = KeyMessage(
@@ -350,8 +373,9 @@ class KeyExchange:
                 self._next_samples - len(self._untold),
                 tuple(self._untold),
                 self._end,
+                checkpoint_step,
             )
-            self._links.send(other.number, _encoder.encode(message))
+            self.links.send(other.number, _encoder.encode(message))
             other.unsent.clear()
         self._untold.clear()
         self._unsent_bytes, self._told_horizon = 0, self._planner.horizon
@@ -359,3 +383,99 @@ class KeyExchange:
 
 def wrong_message(number: int, what: str) -> PeerLost:
     return PeerLost(f"rank {number} has sent a wrong list of keys: {what}; install the same rowcast on all hosts")
+
+
+MOST_BYTES = 9  # of a number: keys have 63 bits
+TABLE = np.dtype([("first_key", np.int64), ("end_key", np.int64), ("line", LINE)])
+
+
+def pack(keys: Sequence[I64]) -> bytes:
+    """`keys`: of each group, distinct and ascending."""
+    content, end = np.empty(MOST_BYTES * (len(keys) + sum(map(len, keys))), np.uint8), 0
+    for group_keys in keys:
+        end = write_list(group_keys, content, end)
+    return content[:end].tobytes()
+
+
+class Unpacker:
+    """Reads what other ranks want of this one."""
+
+    def __init__(self, groups: Sequence[GroupSpec], shards: Sequence[Shards], number: int) -> None:
+        """`shards`: of each group. `number`: of this rank."""
+        of_groups = zip(groups, shards, strict=True)
+        tables = [(table, shards.lines[table.index]) for group, shards in of_groups for table in group.tables]
+        keys = [(table.index << KEY_SHIFT, table.num_embeddings, line) for table, line in tables]
+        self._tables = np.array([(first, first + rows, line) for first, rows, line in keys], TABLE)
+        self._first_tables = np.array([0, *accumulate(len(group.tables) for group in groups)])
+        self._count, self._number = shards[0].count, number
+
+    def unpack(self, content: memoryview) -> tuple[I64, ...]:
+        """Returns the keys of each group, ascending. Takes at most 8 bytes for a byte of `content`.
+
+        Raises RemoteProtocolError if `pack` gives no such bytes for rows of this shard."""
+        received = np.frombuffer(content, np.uint8)
+        received.flags.writeable = False  # some are, and loops are compiled for one kind
+        keys, ends = np.empty(len(received), np.int64), np.zeros(len(self._first_tables), np.int64)
+        read_lists(received, self._tables, self._first_tables, self._count, self._number, keys, ends)
+        return tuple(keys[start:end] for start, end in pairwise(ends.tolist()))
+
+
+@compiled_loop
+def write_list(keys: I64, content: Bytes, end: int) -> int:
+    end, before = write_number(len(keys), content, end), np.int64(-1)
+    for key in keys:
+        end, before = write_number(key - before - 1, content, end), key
+    return end
+
+
+@compiled_part
+def write_number(number: int, content: Bytes, end: int) -> int:
+    while number >= 128:
+        content[end] = number | 128
+        number >>= 7
+        end += 1
+    content[end] = number
+    return end + 1
+
+
+@compiled_loop
+def read_lists(
+    content: Bytes, tables: Records, first_tables: I64, count: int, number: int, keys: I64, ends: I64
+) -> None:
+    """Group g's tables begin at first_tables[g], its keys at ends[g]."""
+    at = count_of_keys = 0
+    for g in range(len(first_tables) - 1):
+        num_keys, at = read_number(content, at)
+        if num_keys > len(content) - at:
+            raise RemoteProtocolError("a list of keys announces more of them than it has bytes")
+        key, t, end_table = np.int64(-1), first_tables[g], first_tables[g + 1]
+        end_key = tables[end_table - 1]["end_key"]
+        for _ in range(num_keys):
+            gap, at = read_number(content, at)
+            key += 1 + min(gap, end_key - key)  # any gap: a key beyond the last table is none of its rows
+            while t < end_table and key >= tables[t]["end_key"]:
+                t += 1
+            if t == end_table or key < tables[t]["first_key"] or owner(tables[t]["line"], key, count) != number:
+                raise RemoteProtocolError("a list of keys has one that is no row of its group in this shard")
+            keys[count_of_keys] = key
+            count_of_keys += 1
+        ends[g + 1] = count_of_keys
+    if at < len(content):
+        raise RemoteProtocolError("a list of keys goes on after its last group")
+
+
+@compiled_part
+def read_number(content: Bytes, at: int) -> tuple[np.int64, int]:
+    """Returns a number and where it ends."""
+    number = np.int64(0)
+    for shift in range(0, 7 * MOST_BYTES, 7):
+        if at == len(content):
+            raise RemoteProtocolError("a list of keys ends before its last number")
+        byte = np.int64(content[at])
+        at += 1
+        number |= (byte & 127) << shift
+        if byte == 0 and shift > 0:
+            break
+        if byte < 128:
+            return number, at
+    raise RemoteProtocolError("a list of keys has a number in more bytes than it needs, or of more than 63 bits")

@@ -9,9 +9,10 @@ from typing import Literal
 from rowcast.protocol.counters import Counters
 from rowcast.protocol.plan import PlannedSteps
 
-StallReason = Literal["batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
+StallReason = Literal["data", "batches", "plans", "credit", "write_back", "ring", "store", "barrier", "checkpoint"]
 Phase = Literal["read", "plan", "fetch", "send", "write_back"]
 Queue = Literal["batches", "plans", "pieces", "rows_back"]
+# data: all files that have arrived are read
 # batches: the planner waits for the reader         plans: the fetcher waits for the planner
 # credit: PlanReady waits for a PlanDone            write_back: rows wait until a RowsBack is applied
 # ring: no space in the fetch ring                  store: a ticket is not finished

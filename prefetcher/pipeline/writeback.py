@@ -17,9 +17,9 @@ import numpy as np
 
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
-from rowcast.prefetcher.readers.script_ids import ascend_below
-from rowcast.prefetcher.stores.all_stores import AllStores, Rows
-from rowcast.prefetcher.stores.elements import FiniteRows, first_fault
+from rowcast.prefetcher.readers.source import ascend_below
+from rowcast.prefetcher.stores.memory_store import AllStores, Rows
+from rowcast.prefetcher.stores.records import FiniteRows, first_fault
 from rowcast.prefetcher.stores.store import Keys, Ticket
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.messages import Ask, Released, Returned, RingRef, RowsBack, Save

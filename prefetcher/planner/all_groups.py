@@ -7,10 +7,19 @@ with another policy than look-ahead are passed over: `GroupPlanner` plans them.
 import numpy as np
 
 from rowcast.prefetcher.planner.directory import CELLS_A_ROW, MOST_ROWS, Directory, Records, forget_before
-from rowcast.prefetcher.planner.eviction import Left, Residents, Victims, in_order, leave, oldest_idle, take_queued
+from rowcast.prefetcher.planner.eviction import (
+    Left,
+    Residents,
+    Victims,
+    count_farthest,
+    in_order,
+    leave,
+    oldest_idle,
+    pick_idle,
+    take_queued,
+)
 from rowcast.prefetcher.planner.group_planner import ALL_KEYS, MOST_GAPS, fill, find_missing
 from rowcast.prefetcher.planner.horizon import NONE, OCCURRENCE, Occurrences, Revived, enter, queue_revived, use_rows
-from rowcast.prefetcher.planner.policies.farthest_next_use import count_farthest, pick_idle
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import arrays_of, compiled, compiled_loop, compiled_part
 

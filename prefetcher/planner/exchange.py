@@ -44,9 +44,9 @@ from rowcast.job.tables import GroupSpec, batch_features
 from rowcast.prefetcher.planner.group_planner import GroupMoves, plan_fields
 from rowcast.prefetcher.planner.grouping import Grouping, JointGrouper, sort_pairs
 from rowcast.protocol.batch import Lookups
-from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.parts import Rank, Shards, ids_of_features, owner_of, samples_of_part
 from rowcast.protocol.plan import GroupPlan, GroupShare
+from rowcast.protocol.plan_layout import ShareHeader
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled, compiled_loop
 
@@ -124,12 +124,12 @@ def plan_additions(
 ) -> None:
     """`levels`: of each addition, by row. `at` [1 + levels]: where the additions of the next level begin. `firsts`
     [1 + levels]: of each level, the first position of the row's last node."""
-    found = joined = -1
+    num_common = joined = -1
     for i in range(len(keys)):
         position = order[i]
         if i == 0 or keys[i] != keys[i - 1]:
-            found += 1
-            unique[found], roots[found] = keys[i], position
+            num_common += 1
+            unique[num_common], roots[num_common] = keys[i], position
             level = len(firsts)
         else:
             joined += 1
@@ -138,7 +138,7 @@ def plan_additions(
             at[level - 1] += 1
         for below in range(level):
             firsts[below] = position
-        places[position] = found
+        places[position] = num_common
 
 
 NONE = np.zeros(0, np.int32)
@@ -156,7 +156,7 @@ class OwnRows:
 
     @property
     def nbytes(self) -> int:
-        return self.home.nbytes + sum(own.nbytes for own in self.places) + sum(own.nbytes for own in self.sources)
+        return self.home.nbytes + sum(own.nbytes for own in self.places) + sum(array.nbytes for array in self.sources)
 
     @property
     def sources(self) -> tuple[Grouping, ...]:
@@ -166,7 +166,7 @@ class OwnRows:
 def own_rows(parts: Sequence[Grouping], others: Sequence[Grouping], shards: Shards, number: int) -> OwnRows:
     """`parts`: of rank `number`. Every rank has as many shards. `others`: as in `OwnRows`, ascending."""
     before, after = others[: number * len(parts)], others[number * len(parts) :]
-    home, indices = ordered_sum([own.keys for own in (*before, *parts, *after)], len(before), len(parts))
+    home, indices = ordered_sum([part.keys for part in (*before, *parts, *after)], len(before), len(parts))
     places = shards.owners(home.keys)
     ends, keys, roots = np.zeros(1 + shards.count, np.int64), np.empty_like(home.keys), np.empty_like(home.roots)
     receive(home.keys, home.roots, places, indices, number, ends, keys, roots)
@@ -175,7 +175,7 @@ def own_rows(parts: Sequence[Grouping], others: Sequence[Grouping], shards: Shar
     return OwnRows(
         parts=tuple(parts),
         others=tuple(others),
-        places=tuple(np.split(indices, np.cumsum([len(own.keys) for own in (*parts, *others)])[:-1])),
+        places=tuple(np.split(indices, np.cumsum([len(part.keys) for part in (*parts, *others)])[:-1])),
         home=replace(home, keys=keys, roots=roots),
         wanted=tuple(keys[start:end] for _, (start, end) in sorted(wanted)),
     )
@@ -203,7 +203,7 @@ def receive(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SharedRows:
+class ExchangedRows:
     """A group's rows of a batch: those of this shard for every rank, and the look-ups of this rank's parts."""
 
     own: OwnRows
@@ -228,11 +228,11 @@ class SharedRows:
         return self.own.nbytes + self.send.nbytes + self.sums.nbytes
 
 
-def shared_rows(own: OwnRows, asked: Sequence[I64], number: int) -> SharedRows:
+def shared_rows(own: OwnRows, asked: Sequence[I64], number: int) -> ExchangedRows:
     """Of rank `number`. `asked`: of each rank, this one included, the distinct rows of this shard that it looks up, by
     ascending key."""
     sums, send = ordered_sum(asked, number)
-    return SharedRows(own=own, send_counts=tuple(map(len, asked)), send=send, sums=sums)
+    return ExchangedRows(own=own, send_counts=tuple(map(len, asked)), send=send, sums=sums)
 
 
 class ShareOfBatch:
@@ -247,19 +247,19 @@ class ShareOfBatch:
             grouper.of({index for index, owner in owners.items() if owner in looked_up})
             for looked_up in ({None}, {None, rank.number}, {rank.number})
         )
-        self._divided, self._pools = divided, [own.num_tables > 0 for own in self._owned.each]
+        self._divided, self._pools = divided, [table_shards.num_tables > 0 for table_shards in self._owned.each]
         others = rank.other_parts if any(self._pools) else []
         self._sources = [(part, self._own) for part in rank.own_parts] + [(part, self._owned) for part in others]
 
-    def group(self, parts: Sequence[Lookups]) -> tuple[SharedRows, ...]:
+    def group(self, parts: Sequence[Lookups]) -> tuple[ExchangedRows, ...]:
         """Like `want` and `complete`, from the parts of all ranks."""
         k, number = self._rank.parts_per_rank, self._rank.number
-        own = self.want([grouper.only(parts[part]) for part, grouper in self._sources])
-        asked = [self.wanted(own, number)] * self._rank.count
+        needed = self.want([grouper.only(parts[part]) for part, grouper in self._sources])
+        asked = [self.wanted(needed, number)] * self._rank.count
         for other in set(range(self._rank.count)) - {number}:
             divided = [self._divided.group(self._divided.only(part)) for part in parts[other * k : (other + 1) * k]]
             asked[other] = self.wanted(self._rows(divided, []), number)
-        return self.complete(own, asked)
+        return self.complete(needed, asked)
 
     def sources(self, parts: Sequence[Lookups], whole: Lookups) -> Sequence[Lookups]:
         """Returns the look-ups of each source, of its features alone. `parts`: of this rank's samples, of all features.
@@ -275,7 +275,7 @@ class ShareOfBatch:
 
     def want(self, sources: Sequence[Lookups]) -> tuple[OwnRows, ...]:
         """Returns each group's. `sources`: as `sources` returns them; without placed tables the parts of this rank."""
-        groupings = [grouper.group(own) for (_, grouper), own in zip(self._sources, sources, strict=True)]
+        groupings = [grouper.group(lookups) for (_, grouper), lookups in zip(self._sources, sources, strict=True)]
         k = self._rank.parts_per_rank
         return self._rows(groupings[:k], groupings[k:])
 
@@ -283,44 +283,49 @@ class ShareOfBatch:
         self, parts: Sequence[tuple[Grouping, ...]], others: Sequence[tuple[Grouping, ...]]
     ) -> tuple[OwnRows, ...]:
         return tuple(
-            own_rows([own[g] for own in parts], [own[g] for own in others if self._pools[g]], shards, self._rank.number)
+            own_rows(
+                [own[g] for own in parts],
+                [grouping[g] for grouping in others if self._pools[g]],
+                shards,
+                self._rank.number,
+            )
             for g, shards in enumerate(self._shards)
         )
 
-    def wanted(self, own: Sequence[OwnRows], rank: int) -> list[I64]:
-        return [rows.wanted[rank] for rows in own]
+    def wanted(self, needed: Sequence[OwnRows], rank: int) -> list[I64]:
+        return [rows.wanted[rank] for rows in needed]
 
-    def complete(self, own: Sequence[OwnRows], asked: Sequence[Sequence[I64]]) -> tuple[SharedRows, ...]:
+    def complete(self, needed: Sequence[OwnRows], asked: Sequence[Sequence[I64]]) -> tuple[ExchangedRows, ...]:
         """`own`: as `want` returned them. `asked`: as in `shared_rows`, of each rank and group."""
-        of_groups = zip(own, zip(*asked, strict=True), strict=True)
+        of_groups = zip(needed, zip(*asked, strict=True), strict=True)
         return tuple(shared_rows(*one, self._rank.number) for one in of_groups)
 
-    def plan(self, group: int, rows: SharedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
+    def plan(self, group: int, rows: ExchangedRows, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
         """Look-ups, distinct rows and bags follow each other by source. A slot is an index among received rows."""
         sources, places = rows.own.sources, rows.own.places
         arranged = list(map(self._each[group].arrange, sources, places))
         orders = [order for _, order in arranged]
-        bags = [own.bag_order(order) for own, order in zip(sources, orders, strict=True)]
-        lookups = starts([own.num_lookups for own in sources])
+        bags = [source.bag_order(order) for source, order in zip(sources, orders, strict=True)]
+        lookups = starts([source.num_lookups for source in sources])
         return GroupPlan(
             slots=one_after_another([slots for slots, _ in arranged]),
             unique_slots=one_after_another(places),
-            segment_offsets=joined_offsets([own.segment_offsets for own in sources]),
-            bag_order=one_after_another(bags, starts([own.num_bags for own in sources])),
+            segment_offsets=joined_offsets([source.segment_offsets for source in sources]),
+            bag_order=one_after_another(bags, starts([source.num_bags for source in sources])),
             lookup_order=None if sources[0].weights is None else one_after_another(orders, lookups),
-            offsets=joined_offsets([own.offsets for own in sources if own.offsets is not None])
+            offsets=joined_offsets([source.offsets for source in sources if source.offsets is not None])
             if sources[0].offsets is not None
             else None,
             weights=None
             if sources[0].weights is None
-            else np.concatenate([own.weights for own in sources if own.weights is not None]),
+            else np.concatenate([source.weights for source in sources if source.weights is not None]),
             sequence_offsets=sequences_of(rows.own.parts),
             share=share_of(rows, moves[0], train),
             **plan_fields(moves),
         )
 
 
-def share_of(rows: SharedRows, moves: GroupMoves, train: bool) -> GroupShare:
+def share_of(rows: ExchangedRows, moves: GroupMoves, train: bool) -> GroupShare:
     """Returns what the rank sends and adds in the step. An evaluation sends no gradients."""
     home, sums = rows.own.home, rows.sums
     return GroupShare(
@@ -358,9 +363,9 @@ def one_after_another(arrays: Sequence[I32], bases: Sequence[int] | None = None)
 
 def joined_offsets(offsets: Sequence[I32]) -> I32:
     """Returns the offsets of the concatenated parts. The offsets of each part start from 0."""
-    bases = starts([int(own[-1]) for own in offsets])
+    bases = starts([int(ends[-1]) for ends in offsets])
     return np.concatenate(
-        [offsets[0][:1], *(own[1:] + np.int32(base) for own, base in zip(offsets, bases, strict=True))]
+        [offsets[0][:1], *(ends[1:] + np.int32(base) for ends, base in zip(offsets, bases, strict=True))]
     )
 
 
@@ -369,4 +374,4 @@ def sequences_of(parts: Sequence[Grouping]) -> I32 | None:
     of_parts = [part.sequence_offsets for part in parts if part.sequence_offsets is not None]
     if not of_parts:
         return None
-    return np.stack([joined_offsets([own[feature] for own in of_parts]) for feature in range(len(of_parts[0]))])
+    return np.stack([joined_offsets([part[feature] for part in of_parts]) for feature in range(len(of_parts[0]))])

@@ -33,6 +33,7 @@ from rowcast.prefetcher.planner.directory import (
 )
 from rowcast.prefetcher.planner.eviction import (
     EvictionPolicy,
+    FarthestNextUse,
     Residents,
     in_order,
     leave,
@@ -60,7 +61,6 @@ from rowcast.prefetcher.planner.horizon import (
     with_own_queues,
     with_steps,
 )
-from rowcast.prefetcher.planner.policies.farthest_next_use import FarthestNextUse
 from rowcast.protocol.plan import RowMove
 from rowcast.runtime.arrays import I32, I64
 from rowcast.runtime.compiled import compiled_loop
@@ -125,7 +125,7 @@ def plan_fields(moves: Sequence[GroupMoves]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Part:
+class GroupPart:
     """A range of keys."""
 
     number: int
@@ -166,7 +166,7 @@ class GroupPlanner:
         self._pool = pool
         self._policy = policy
         self.bounds = ALL_KEYS  # part k's keys are from bounds[k] to below bounds[k + 1]
-        self.parts = [Part(0, new_directory(), new_occurrences(scored=policy.scored))]
+        self.parts = [GroupPart(0, new_directory(), new_occurrences(scored=policy.scored))]
 
     @property
     def occupancy(self) -> Occupancy:
@@ -216,11 +216,11 @@ class GroupPlanner:
         head, tail = self.positions[1:]
         cuts = [0, *np.searchsorted(keys, self.bounds[1:-1]).tolist(), len(keys)]
 
-        def enter_part(part: Part) -> int:
+        def enter_part(part: GroupPart) -> int:
             first = cuts[part.number]
-            own = keys[first : cuts[part.number + 1]]
-            revived = Revived(np.empty(len(own), np.int64), np.empty(len(own), np.int32))
-            num_revived = enter(step, own, head, tail + first, *part.directory, part.occurrences, revived)
+            part_keys = keys[first : cuts[part.number + 1]]
+            revived = Revived(np.empty(len(part_keys), np.int64), np.empty(len(part_keys), np.int32))
+            num_revived = enter(step, part_keys, head, tail + first, *part.directory, part.occurrences, revived)
             queue_revived(step, part.occurrences, revived)
             return num_revived
 
@@ -263,13 +263,13 @@ class GroupPlanner:
         cuts = [keys[len(keys) * k // count] for k in range(1, count)]
         self.bounds = np.array([ALL_KEYS[0], *cuts, ALL_KEYS[1]])
         whole = self.parts[0]
-        others = [Part(k, new_directory(), with_own_queues(whole.occurrences)) for k in range(1, count)]
+        others = [GroupPart(k, new_directory(), with_own_queues(whole.occurrences)) for k in range(1, count)]
         self.parts = [whole, *others]
 
     def _close_gaps(self) -> None:
         rows, scores, *_ = self.occurrences
 
-        def correct(part: Part) -> None:
+        def correct(part: GroupPart) -> None:
             bounds = self.bounds[part.number : part.number + 2]
             correct_cells(rows, part.directory.cells, self.state["oldest"], self.state["head"], *bounds)
 
@@ -282,7 +282,7 @@ class GroupPlanner:
         cuts = [*(int(part.occurrences.first[step % len(part.occurrences.first)]) - head for part in self.parts)]
         cuts.append(num_unique)
 
-        def find_part(part: Part) -> I32:
+        def find_part(part: GroupPart) -> I32:
             first, end = cuts[part.number : part.number + 2]
             missing = np.empty(end - first, np.int32)
             return missing[: find_missing(part.occurrences, head + first, end - first, missing)]
@@ -300,12 +300,12 @@ class GroupPlanner:
         fetch_keys = np.empty(starts[-1], np.int64)
         unique_slots = np.empty(num_unique, np.int32)
 
-        def use_part(part: Part) -> tuple[int, int, int]:
+        def use_part(part: GroupPart) -> tuple[int, int, int]:
             first, end = cuts[part.number : part.number + 2]
-            own = slice(*starts[part.number : part.number + 2])
+            part_rows = slice(*starts[part.number : part.number + 2])
             position, rows = head + first, part.occurrences
-            last_evicted = fill(rows, position, missing[part.number], fetch_slots[own], fetch_keys[own])
-            first_scores = self._policy.first_scores(fetch_keys[own])
+            last_evicted = fill(rows, position, missing[part.number], fetch_slots[part_rows], fetch_keys[part_rows])
+            first_scores = self._policy.first_scores(fetch_keys[part_rows])
             if first_scores is not None:
                 rows.scores[(position + missing[part.number]) % len(rows.scores)] = first_scores
             return last_evicted, *use_rows(step, train, self._policy.per_use, position, rows, unique_slots[first:end])
@@ -328,8 +328,8 @@ class GroupPlanner:
     def clean(self) -> RowMove:
         """Marks the dirty rows as clean and returns them by ascending key; they stay resident."""
         keys, slots = np.empty(self.state["num_dirty"], np.int64), np.empty(self.state["num_dirty"], np.int32)
-        found = take_dirty(self.occurrences.rows, self.state["oldest"], self.state["tail"], keys, slots)
-        assert found == len(keys), f"{found} dirty rows, but {len(keys)} were counted"
+        num_dirty = take_dirty(self.occurrences.rows, self.state["oldest"], self.state["tail"], keys, slots)
+        assert num_dirty == len(keys), f"{num_dirty} dirty rows, but {len(keys)} were counted"
         self.state["num_dirty"] = 0
         sort_distinct(keys, slots)
         return RowMove(keys=keys, slots=slots)
@@ -344,7 +344,7 @@ class GroupPlanner:
         chosen = int(victims.counts.sum() + choice.queued.sum())
         assert chosen == num_victims, f"{chosen} rows can leave, but {num_victims} must"
 
-        def leave_part(part: Part) -> LeftInOrder:
+        def leave_part(part: GroupPart) -> LeftInOrder:
             k, rows = part.number, residents[part.number]
             count = take_queued(rows, choice.queued[k], victims.positions[k], victims.counts[k])
             positions, left = victims.positions[k, :count], new_left(count)
@@ -356,12 +356,12 @@ class GroupPlanner:
 
         left = self._pool.over(self.parts, leave_part)
         self.state["oldest"] = oldest_idle(residents[0], choice.oldest)
-        self.state["num_idle"] -= sum(own.num_idle for own in left)
-        num_dirty = sum(own.num_dirty for own in left)
+        self.state["num_idle"] -= sum(part.num_idle for part in left)
+        num_dirty = sum(part.num_dirty for part in left)
         self.state["num_dirty"] -= num_dirty
-        keys = [own.keys[: own.num_dirty] for own in left] + [own.keys[own.num_dirty :] for own in left]
-        slots = [own.slots[: own.num_dirty] for own in left] + [own.slots[own.num_dirty :] for own in left]
-        return np.concatenate(keys), np.concatenate(slots), num_dirty, max(own.last_use for own in left)
+        keys = [part.keys[: part.num_dirty] for part in left] + [part.keys[part.num_dirty :] for part in left]
+        slots = [part.slots[: part.num_dirty] for part in left] + [part.slots[part.num_dirty :] for part in left]
+        return np.concatenate(keys), np.concatenate(slots), num_dirty, max(part.last_use for part in left)
 
 
 def num_parts(num_rows: int, num_threads: int) -> int:
@@ -379,11 +379,11 @@ def planner_bytes(num_slots: int, num_known: int, num_parts: int, *, scored: boo
 @compiled_loop
 def find_missing(occurrences: Occurrences, position: int, count: int, missing: I32) -> int:
     last = len(occurrences.rows) - 1
-    found = 0
+    num_missing = 0
     for u in range(count):
-        missing[found] = u
-        found += occurrences.rows[(position + u) & last]["slot"] < 0
-    return found
+        missing[num_missing] = u
+        num_missing += occurrences.rows[(position + u) & last]["slot"] < 0
+    return num_missing
 
 
 @compiled_loop

@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec
-from rowcast.protocol.arrange import MOST_ORDERED, arrange
 from rowcast.protocol.batch import Lookups
 from rowcast.protocol.parts import ids_of_features
+from rowcast.protocol.plan import MOST_ORDERED, arrange
 from rowcast.runtime.arrays import F32, GOLDEN, I32, I64, U16, U32, U64
 from rowcast.runtime.compiled import compiled, compiled_loop, compiled_part
 from rowcast.runtime.stages import ThreadPool
@@ -99,7 +99,7 @@ class Grouping:
 
     @property
     def nbytes(self) -> int:
-        more = [own for own in (self.offsets, self.weights, self.sequence_offsets) if own is not None]
+        more = [array for array in (self.offsets, self.weights, self.sequence_offsets) if array is not None]
         return sum([array.nbytes for array in (self.keys, self.order, self.segment_offsets, *more)])
 
 
@@ -154,19 +154,21 @@ class Grouper:
         table_starts, row_starts = np.empty((2, len(starts) - 1 + num_groups), np.int64)
         row_bounds = np.zeros(num_groups + 1, np.int64)
         close_up(firsts, starts, num_rows, keys, ends, closed, segments, table_starts, row_starts, row_bounds)
-        bounds = [own.tolist() for own in (row_bounds, starts[firsts], firsts, self._feature_starts[firsts])]
+        bounds = [places.tolist() for places in (row_bounds, starts[firsts], firsts, self._feature_starts[firsts])]
         groupings = []
-        for g, (grouper, rows, own, tables, features) in enumerate(zip(groupers, *map(pairwise, bounds), strict=True)):
-            offsets, sequence_offsets = grouper.bags(own[1] - own[0], self._offsets_of(lookups, *features))
+        for g, (grouper, rows, row_range, tables, features) in enumerate(
+            zip(groupers, *map(pairwise, bounds), strict=True)
+        ):
+            offsets, sequence_offsets = grouper.bags(row_range[1] - row_range[0], self._offsets_of(lookups, *features))
             groupings.append(
                 Grouping(
                     keys=closed[rows[0] : rows[1]],
-                    order=order[own[0] : own[1]],
+                    order=order[row_range[0] : row_range[1]],
                     segment_offsets=segments[rows[0] + g : rows[1] + g + 1],
                     table_starts=table_starts[tables[0] + g : tables[1] + g + 1],
                     row_starts=row_starts[tables[0] + g : tables[1] + g + 1],
                     offsets=offsets,
-                    weights=None if lookups.weights is None else lookups.weights[own[0] : own[1]],
+                    weights=None if lookups.weights is None else lookups.weights[row_range[0] : row_range[1]],
                     sequence_offsets=sequence_offsets,
                 )
             )
@@ -177,8 +179,8 @@ class Grouper:
         if lookups.offsets is None:
             return None
         size = (len(lookups.offsets) - 1) // max(int(self._feature_starts[-1]), 1)
-        own = lookups.offsets[first * size : end * size + 1]
-        return own - own[0] if first else own
+        bag_offsets = lookups.offsets[first * size : end * size + 1]
+        return bag_offsets - bag_offsets[0] if first else bag_offsets
 
     def arrange(self, grouping: Grouping, unique_slots: I32) -> tuple[I32, I32]:
         """Returns each look-up's slot [N] and the look-ups by row [N]. `unique_slots` [U]: the distinct rows' slots."""
@@ -220,7 +222,9 @@ class JointGrouper:
         self._groups, self._pool = tuple(groups), pool
         self.features = sorted({position for group in groups for position in group.feature_positions})
         places = {position: place for place, position in enumerate(self.features)}
-        groups = [replace(own, feature_positions=tuple(places[p] for p in own.feature_positions)) for own in groups]
+        groups = [
+            replace(group, feature_positions=tuple(places[p] for p in group.feature_positions)) for group in groups
+        ]
         positions = tuple(position for group in groups for position in group.feature_positions)
         self.each = [Grouper(group, len(self.features), pool) for group in groups]
         tables = tuple(table for group in groups for table in group.tables)
@@ -302,8 +306,10 @@ def joined_offsets(offsets: I64, runs: list[tuple[int, int]]) -> I32:
 def offsets_with_unpooled(feature_offsets: list[I32], unpooled: tuple[int, ...]) -> I32:
     """Joins [B + 1] offsets of each feature, with every look-up of the `unpooled` ones as a bag."""
     starts = [
-        np.arange(own[0], own[-1], dtype=np.int32) if f in unpooled else own[:-1]
-        for f, own in enumerate(feature_offsets)
+        np.arange(offsets_of_feature[0], offsets_of_feature[-1], dtype=np.int32)
+        if f in unpooled
+        else offsets_of_feature[:-1]
+        for f, offsets_of_feature in enumerate(feature_offsets)
     ]
     offsets = np.concatenate([*starts, feature_offsets[-1][-1:]])
     assert len(offsets) - 1 <= MAX_LOOKUPS, f"{len(offsets) - 1} bags are more than {MAX_LOOKUPS}"
@@ -338,19 +344,21 @@ def group_tables(
             num_rows[t] = OUTSIDE
             continue
         if table_rows[t] <= COUNTED_ROWS * (b - a):
-            found = count_rows(some, counts[: table_rows[t]], by_row, rows, row_ends)
+            num_distinct = count_rows(some, counts[: table_rows[t]], by_row, rows, row_ends)
         else:
-            found = number_rows(some, cells, cell_numbers, spare, rows)
-            if found != TOO_MANY:
-                which = numbered(found)
-                sort_pairs(rows[:found], which)
-                count_numbers(spare[: b - a], which, counts[:found], by_row, row_ends)
+            num_distinct = number_rows(some, cells, cell_numbers, spare, rows)
+            if num_distinct != TOO_MANY:
+                which = numbered(num_distinct)
+                sort_pairs(rows[:num_distinct], which)
+                count_numbers(spare[: b - a], which, counts[:num_distinct], by_row, row_ends)
             elif b - a <= 2**NARROW_BITS:
-                found = sort_rows(some, table_rows[t], packed[: b - a], spare[: b - a], counts, by_row, rows, row_ends)
+                num_distinct = sort_rows(
+                    some, table_rows[t], packed[: b - a], spare[: b - a], counts, by_row, rows, row_ends
+                )
             else:
-                found = sort_wide(some, by_row, rows, row_ends)
-        finish_table(rows[:found], row_ends[:found], tables[t], a)
-        num_rows[t] = found
+                num_distinct = sort_wide(some, by_row, rows, row_ends)
+        finish_table(rows[:num_distinct], row_ends[:num_distinct], tables[t], a)
+        num_rows[t] = num_distinct
 
 
 @compiled_loop
@@ -367,16 +375,16 @@ def close_up(
     row_bounds: I64,
 ) -> None:
     """Fills the last five with each group's arrays of a `Grouping`, one after another, and the groups' first rows."""
-    found = 0
+    num_distinct = 0
     for g in range(len(firsts) - 1):
-        origin, segments[found + g] = starts[firsts[g]], 0
+        origin, segments[num_distinct + g] = starts[firsts[g]], 0
         for t in range(firsts[g], firsts[g + 1] + 1):
-            table_starts[t + g], row_starts[t + g] = starts[t] - origin, found - row_bounds[g]
+            table_starts[t + g], row_starts[t + g] = starts[t] - origin, num_distinct - row_bounds[g]
             if t < firsts[g + 1]:
                 for u in range(starts[t], starts[t] + num_rows[t]):
-                    closed[found], segments[found + g + 1] = keys[u], ends[u] - origin
-                    found += 1
-        row_bounds[g + 1] = found
+                    closed[num_distinct], segments[num_distinct + g + 1] = keys[u], ends[u] - origin
+                    num_distinct += 1
+        row_bounds[g + 1] = num_distinct
 
 
 @compiled_part
@@ -400,20 +408,20 @@ def count_rows(ids: I64, counts: U32, order: Order, rows: I64, ends: I32) -> int
     counts[:] = 0
     for i in range(len(ids)):
         counts[np.uint64(ids[i])] += ONE
-    found = 0
+    num_distinct = 0
     end = np.uint32(0)
     for row in range(len(counts)):
         count = counts[row]
         if count:
             counts[row] = end
             end += count
-            rows[found], ends[found] = row, end
-            found += 1
+            rows[num_distinct], ends[num_distinct] = row, end
+            num_distinct += 1
     for i in range(len(ids)):
         position = np.uint64(ids[i])
         order[counts[position]] = i
         counts[position] += ONE
-    return found
+    return num_distinct
 
 
 @compiled_part
@@ -421,19 +429,19 @@ def number_rows(ids: I64, cells: I64, cell_numbers: U16, numbers: U64, rows: I64
     """Numbers few distinct rows in the order of their appearance. Returns TOO_MANY if there are more than FEW_ROWS."""
     cells[:] = -1
     mask = np.uint64(len(cells) - 1)
-    found = 0
+    num_distinct = 0
     for i in range(len(ids)):
         row = ids[i]
         cell = ((np.uint64(row) * GOLDEN) >> np.uint64(32)) & mask
         while (cells[cell] != row) & (cells[cell] != -1):
             cell = (cell + np.uint64(1)) & mask
         if cells[cell] == -1:
-            if found == FEW_ROWS:
+            if num_distinct == FEW_ROWS:
                 return TOO_MANY
-            cells[cell], cell_numbers[cell], rows[found] = row, found, row
-            found += 1
+            cells[cell], cell_numbers[cell], rows[num_distinct] = row, num_distinct, row
+            num_distinct += 1
         numbers[i] = cell_numbers[cell]
-    return found
+    return num_distinct
 
 
 @compiled_part
@@ -465,16 +473,16 @@ def sort_rows(ids: I64, num_rows: int, packed: U64, spare: U64, counts: U32, ord
     for digit in range(1, num_digits):
         sort_next_digit(packed, spare, positions, np.uint64(NARROW_BITS + digit * bits), mask)
         packed, spare = spare, packed
-    found = 0
+    num_runs = 0
     before = np.uint64(2**64 - 1)
     for i in range(len(packed)):
         row = packed[i] >> np.uint64(NARROW_BITS)
         order[i] = packed[i]
-        found += row != before
+        num_runs += row != before
         before = row
-        rows[np.uint64(found - 1)] = row
-        ends[np.uint64(found - 1)] = i + 1
-    return found
+        rows[np.uint64(num_runs - 1)] = row
+        ends[np.uint64(num_runs - 1)] = i + 1
+    return num_runs
 
 
 @compiled_part
@@ -536,12 +544,12 @@ def copy(source: Order | I64, target: Order | I64) -> None:
 
 @compiled_part
 def count_runs(rows: I64, ends: I32) -> int:
-    found = 0
+    num_distinct = 0
     for i in range(len(rows)):
-        found += i == 0 or rows[i] != rows[found - 1]
-        rows[found - 1] = rows[i]
-        ends[found - 1] = i + 1
-    return found
+        num_distinct += i == 0 or rows[i] != rows[num_distinct - 1]
+        rows[num_distinct - 1] = rows[i]
+        ends[num_distinct - 1] = i + 1
+    return num_distinct
 
 
 @compiled

@@ -115,14 +115,11 @@ class Bundle:
     def of(cls, plan: int, steps: Sequence[Scheduled[BatchRows]]) -> "Bundle":
         groups = list(zip(*[[rows.keys for rows in step.batch.groups] for step in steps], strict=True))
         if len(steps) == 1:
-            keys, places = [own for (own,) in groups], [[slice(None)] * len(groups)]
+            of_groups: list[tuple[I64, Sequence[Places]]] = [(own, [slice(None)]) for (own,) in groups]
         else:
-            keys = [np.unique(np.concatenate(own)) for own in groups]
-            places = [
-                [np.searchsorted(union, own[j]) for union, own in zip(keys, groups, strict=True)]
-                for j in range(len(steps))
-            ]
-        return cls(plan=plan, steps=tuple(steps), keys=tuple(keys), places=tuple(map(tuple, places)))
+            of_groups = [joined(own) for own in groups]
+        keys, places = zip(*of_groups, strict=True)
+        return cls(plan=plan, steps=tuple(steps), keys=keys, places=tuple(zip(*places, strict=True)))
 
     @property
     def first(self) -> Scheduled[BatchRows]:
@@ -135,6 +132,18 @@ class Bundle:
     @property
     def id_bytes(self) -> int:
         return sum(step.batch.id_bytes for step in self.steps)
+
+
+def joined(ascending: Sequence[I64]) -> tuple[I64, Sequence[Places]]:
+    """Returns all distinct keys, ascending, and where those of each array are among them."""
+    together = np.concatenate(ascending)
+    order = together.argsort(kind="stable")  # merges what ascends: a tenth of np.unique's time
+    together = together[order]
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = together[1:] != together[:-1]
+    places = np.empty(len(order), np.int64)
+    places[order] = np.cumsum(is_new) - 1
+    return together[is_new], np.split(places, np.cumsum([len(keys) for keys in ascending[:-1]]))
 
 
 class Horizon:
@@ -183,6 +192,10 @@ class Horizon:
     def next(self) -> Bundle:
         assert self.ready, f"{self.num_batches} batches are known, and {self.num_ahead} beyond the next plan are needed"
         return self._known[0]
+
+    def ends_from(self, step: int) -> bool:
+        """Whether the oldest bundle is known to end at this step or later."""
+        return len(self._known) > 0 and self._known[0].last.step >= step
 
     @property
     def last_plan(self) -> int:

@@ -65,15 +65,15 @@ class PlanCounters:
 
     def count(self, bundle: Bundle, moves: Sequence[GroupMoves]) -> None:
         """`moves`: of each group."""
-        rows = [own for step in bundle.steps for own in step.batch.groups]
-        num_unique = sum([own.num_unique for own in rows])
-        num_fetched = sum([len(own.fetch_keys) for own in moves])
-        self.lookups += sum([own.num_lookups for own in rows])
+        rows = [rows for step in bundle.steps for rows in step.batch.groups]
+        num_unique = sum([group_rows.num_unique for group_rows in rows])
+        num_fetched = sum([len(group_moves.fetch_keys) for group_moves in moves])
+        self.lookups += sum([group_rows.num_lookups for group_rows in rows])
         self.unique_rows += num_unique
         self.hits += num_unique - num_fetched
         self.rows_fetched += num_fetched
-        self.rows_evicted += sum([len(own.evict_keys) for own in moves])
-        self.rows_written_back += sum([own.num_dirty for own in moves])
+        self.rows_evicted += sum([len(group_moves.evict_keys) for group_moves in moves])
+        self.rows_written_back += sum([group_moves.num_dirty for group_moves in moves])
 
 
 class Arranger(Protocol):
@@ -89,10 +89,10 @@ class Arranger(Protocol):
     def want(self, sources: Sequence[Lookups]) -> tuple[Any, ...]:
         """Returns what this rank knows of each group's rows without the others."""
 
-    def wanted(self, own: Any, rank: int) -> list[I64]:
+    def wanted(self, needed: Any, rank: int) -> list[I64]:
         """Returns the keys of a rank's shard that the own samples look up, by group. `own`: as `want` returned it."""
 
-    def complete(self, own: Any, asked: Sequence[Sequence[I64]]) -> tuple[NeededRows, ...]:
+    def complete(self, needed: Any, asked: Sequence[Sequence[I64]]) -> tuple[NeededRows, ...]:
         """`asked`: the keys of this shard that the samples of each rank look up, by group."""
 
     def plan(self, group: int, rows: Any, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
@@ -115,20 +115,20 @@ class WholeBatch:
     def want(self, sources: Sequence[Lookups]) -> tuple[Grouping, ...]:
         return self.group(sources)
 
-    def wanted(self, own: tuple[Grouping, ...], rank: int) -> list[I64]:
-        return [rows.keys for rows in own]
+    def wanted(self, needed: tuple[Grouping, ...], rank: int) -> list[I64]:
+        return [rows.keys for rows in needed]
 
-    def complete(self, own: tuple[Grouping, ...], asked: Sequence[Sequence[I64]]) -> tuple[Grouping, ...]:
-        return own
+    def complete(self, needed: tuple[Grouping, ...], asked: Sequence[Sequence[I64]]) -> tuple[Grouping, ...]:
+        return needed
 
     def plan(self, group: int, rows: Grouping, moves: Sequence[GroupMoves], train: bool) -> GroupPlan:
-        own = moves[0].unique_slots
+        unique_slots = moves[0].unique_slots
         is_ordered = rows.is_ordered
-        slots, by_row = (None, None) if is_ordered else self._grouper.each[group].arrange(rows, own)
+        slots, by_row = (None, None) if is_ordered else self._grouper.each[group].arrange(rows, unique_slots)
         return GroupPlan(
             order=rows.order if is_ordered else None,
             slots=slots,
-            unique_slots=own,
+            unique_slots=unique_slots,
             segment_offsets=rows.segment_offsets,
             bag_order=None if by_row is None else rows.bag_order(by_row),
             lookup_order=None if rows.weights is None else by_row,
@@ -181,8 +181,8 @@ class Level:
         moved = np.zeros((len(counts), NUM_MOVED), np.int64)
         move_all(self._states, np.array(starts), plan, last_plan, train, slots, keys, moved)
         (unique, filled), (fetched, evicted), moves = slots, keys, list[GroupMoves]()
-        for (a, b), own in zip(pairwise(starts), moved.tolist(), strict=True):
-            num_fetched, num_evicted, num_dirty, fill_after, last = own
+        for (a, b), level_moves in zip(pairwise(starts), moved.tolist(), strict=True):
+            num_fetched, num_evicted, num_dirty, fill_after, last = level_moves
             assert num_evicted >= 0, f"{-1 - num_evicted} rows can leave, but {num_fetched} must"
             moves.append(
                 GroupMoves(
@@ -213,9 +213,9 @@ def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> st
     refused, *below = (level.groups[index] for level in levels)
     group = refused.group
     memory = "".join(
-        f" and {own.capacity_key}, which has room for {own.num_slots} rows of the group"
-        for own in below
-        if own.num_slots < num_rows
+        f" and {level.capacity_key}, which has room for {level.num_slots} rows of the group"
+        for level in below
+        if level.num_slots < num_rows
     )
     what = (
         f"step {step} touches {num_rows} distinct rows of group {group.name}, more than its {refused.num_slots} slots"
@@ -307,7 +307,10 @@ class RowPlanner:
         self.slots = tuple(slots)
         self.levels = tuple(
             Level(
-                [GroupPlanner(*own, key, self._pool) for own in zip(groups, of_groups, policies, strict=True)],
+                [
+                    GroupPlanner(*group_and_slots, key, self._pool)
+                    for group_and_slots in zip(groups, of_groups, policies, strict=True)
+                ],
                 trains=i == 0,
             )
             for i, (of_groups, key) in enumerate(zip(slots, CAPACITY_KEYS[: len(slots)], strict=True))
@@ -315,22 +318,22 @@ class RowPlanner:
         horizon = horizon if EVICTION_POLICIES[policy].looks_ahead else 0
         self._auto = horizon if isinstance(horizon, AutoHorizon) else None
         num_ahead = horizon.least if isinstance(horizon, AutoHorizon) else horizon
-        self.bundle = bundle
+        self.bundle, self.least_ahead = bundle, num_ahead
         self.known = Horizon(num_ahead, min(num_ahead, depth))
         self._open: list[Scheduled[BatchRows]] = []  # the batches of the next bundle
         self._next_plan: int | None = None  # the number of the next bundle
         self._write_backs = WriteBackWindow(depth, looks_beyond=num_ahead >= depth)
         self._last_planned: int | None = None
         self._num_barriers = 0
-        self.checkpoint_every: CheckpointInterval = 0  # each with a `barrier`; may be set between two plans
+        self.checkpoint_every: CheckpointInterval = 0  # each with a `barrier`
         self.saves_evaluations = False  # each evaluation ends with a checkpoint
         self.evaluating = False  # the batch before the next one was an evaluation's, and no barrier came after it
         self._before: Scheduled[BatchRows] | None = None  # the batch planned last; None if a barrier came after it
         self.counters = PlanCounters()
 
-    def own_parts(self, own: Lookups) -> Sequence[Lookups]:
+    def own_parts(self, lookups: Lookups) -> Sequence[Lookups]:
         """`own`: look-ups of the rank's samples of a batch."""
-        return own_parts(own, self.rank, self._batch_features) if self.rank.is_divided else [own]
+        return own_parts(lookups, self.rank, self._batch_features) if self.rank.is_divided else [lookups]
 
     def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
         """Groups the look-ups of a batch, of all ranks. Several planners over the same batches can `add` the result."""
@@ -361,17 +364,17 @@ class RowPlanner:
         self._open, self.known.following = steps, scheduled.step + 1
 
     def _parts_all(self, before: Scheduled[Any], following: Scheduled[Any]) -> bool:
-        """Returns whether the plans of every rank end between two batches, as there may be a barrier. An interval that
-        becomes known later is a multiple of `bundle` train steps."""
+        """Returns whether the plans of every rank end between two batches, as there may be a barrier."""
         at_multiple = following.kind == "train" and following.train_step % self.bundle == 0
         return at_multiple or before.kind != following.kind or is_due(self.checkpoint_every, before, following)
 
     def _fits(self, steps: Sequence[Scheduled[BatchRows]]) -> bool:
         """Returns whether one plan may serve the steps: if their rows surely take at most a third of the slots, so
         that rows of later plans can stay beside them, or every row has a slot."""
-        rows = zip(*[own.batch.groups for own in steps], strict=True)
+        rows = zip(*[step.batch.groups for step in steps], strict=True)
         return all(
-            3 * sum([own.num_unique for own in of_group]) <= group.num_slots or group.num_slots >= group.group.num_rows
+            3 * sum([step_rows.num_unique for step_rows in of_group]) <= group.num_slots
+            or group.num_slots >= group.group.num_rows
             for of_group, group in zip(rows, self.levels[0].groups, strict=True)
         )
 
@@ -419,6 +422,26 @@ class RowPlanner:
             before is not None and self.ready() and is_due(self.checkpoint_every, before, self.known.next.first)
         )
         return has_passed or self.evaluated
+
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint between two plans would hold a step, and divides no evaluation that ends with one."""
+        return self._before is not None and not (self.evaluating and self.saves_evaluations)
+
+    def reaches(self, step: int, next_step: int) -> bool:
+        """Whether a checkpoint that may not come before `step` comes before the next plan, which begins at `next_step`:
+        alone before one that ends at `step` or later, among ranks where the plans of all have ended."""
+        if self.rank.count == 1:
+            return next_step >= step or self.known.ends_from(step)
+        return next_step >= step and self._all_have_ended
+
+    @property
+    def _all_have_ended(self) -> bool:
+        before = self._before
+        if before is None or self.bundle == 1:
+            return True
+        at_multiple = before.kind == "train" and before.following.train_step % self.bundle == 0
+        return at_multiple or (self.ready() and self._parts_all(before, self.known.next.first))
 
     @property
     def evaluated(self) -> bool:
@@ -529,10 +552,10 @@ class WriteBackWindow:
                 (m.last_evicted for m in moves if m.last_evicted is not None and m.last_evicted >= least), default=None
             )
         fetched = [group_moves.fetch_keys for group_moves in moves]
-        found = (
+        plans = (
             e for e, keys in reversed(self._recent) if any(share_key(*pair) for pair in zip(fetched, keys, strict=True))
         )
-        after_plan = next(found, None)
+        after_plan = next(plans, None)
         self._recent.append((plan, tuple(group_moves.evict_keys[: group_moves.num_dirty] for group_moves in moves)))
         return after_plan
 

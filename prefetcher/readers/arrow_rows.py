@@ -4,8 +4,9 @@ Typed columns are pyarrow arrays: numbers, integers, uint64 hashes of ids under 
 
 Prepares the values of columns by `data.columns.prepare`: pure functions of a column, in fp64.
 
-    map -> fill -> least -> log1p -> standardize -> at_least       numbers
-                                                    buckets        ids: 0 missing, 1 below the first bound, ...
+    missing -> map | number | clock -> fill -> least -> log1p -> standardize -> at_least    numbers
+                                                                        buckets     ids: 0 missing, 1 below the first
+                                                                                    bound, ...
 
 A missing value is NaN until `fill`. Without rules, numbers keep their values and dtypes.
 
@@ -23,17 +24,18 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rowcast.job.formats import Prepare
+from rowcast.job.formats import DecimalMark, Prepare
 from rowcast.job.models import BottomAndTop
 from rowcast.job.schema import Job
+from rowcast.prefetcher.readers.clocks import clock_numbers
 from rowcast.prefetcher.readers.columns import Column, Floats, Ids, join_columns, offsets_of
-from rowcast.prefetcher.readers.hashed_ids import Inexact, hashes_of, rows_of_hashes
+from rowcast.prefetcher.readers.hashed_ids import Inexact, hashes_of, is_text, rows_of_hashes
 from rowcast.prefetcher.readers.id_check import (
     EVERY_WIDE,
     LARGEST_ID,
     MISSING,
     ByValue,
-    Feature,
+    CheckedFeature,
     IdCheck,
     Location,
     check_dense,
@@ -49,26 +51,74 @@ from rowcast.runtime.errors import ConfigError, DataError, listed, nearest
 AS_IT_IS = Prepare()
 NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 Rules = Mapping[str, Prepare]  # of columns
+SEPARATORS: dict[DecimalMark, str] = {"": "", ".": ",", ",": "."}  # of thousands
+SIGN, UNIT = r"^\s*([-+]?)[^\w\s.,#()+-]{0,4}\s*", r"[^\w.,#()+-]{0,4}$"
+# numbers as text: sign, currency, digits between separators, exponent, unit
+WRITTEN: dict[DecimalMark, str] = {
+    "": r"^\s*([-+]?)(\d+\.?\d*|\.\d+)((?:[eE][-+]?\d+)?)\s*$",
+    ".": SIGN + r"((?:\d{1,3}(?:[, ']\d{3})+|\d+)(?:\.\d*)?|\.\d+)((?:[eE][-+]?\d+)?)" + UNIT,
+    ",": SIGN + r"((?:\d{1,3}(?:[. ']\d{3})+|\d+)(?:,\d*)?|,\d+)((?:[eE][-+]?\d+)?)" + UNIT,
+}
 
 
 def prepared(values: Any, rules: Rules, name: str, location: Location) -> npt.NDArray[Any]:
     """Returns numbers [n] of a pyarrow array [n]. Raises DataError for a value that the column's rule cannot take."""
     rule = rules.get(name, AS_IT_IS)
-    own = mapped(values, rule.map, name, location) if rule.map else numbers_of(values)
+    if (rule.missing or rule.number or rule.clock) and pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    values = without(values, rule.missing) if rule.missing else values
+    if rule.clock:
+        numbers: npt.NDArray[Any] = clock_numbers(values, rule, name, location)
+    elif rule.map:
+        numbers = mapped(values, rule.map, name, location)
+    elif rule.takes_text and is_text(values.type):
+        numbers = parsed(values, rule.number, name, location)
+    else:
+        numbers = numbers_of(values)
     if rule.fill is not None:
-        own = own.astype(np.float64)
-        own[np.isnan(own)] = rule.fill
+        numbers = numbers.astype(np.float64)
+        numbers[np.isnan(numbers)] = rule.fill
     if rule.least is not None:
-        own = np.where(own < rule.least, rule.least, own.astype(np.float64))
+        numbers = np.where(numbers < rule.least, rule.least, numbers.astype(np.float64))
     if rule.log1p:
-        own = logarithms(own.astype(np.float64), name, location)
+        numbers = logarithms(numbers.astype(np.float64), name, location)
     if rule.standardize is not None:
         mean, deviation = rule.standardize
-        own = (own.astype(np.float64) - mean) / deviation
+        numbers = (numbers.astype(np.float64) - mean) / deviation
     if rule.at_least is not None:
-        wide = own.astype(np.float64)
-        own = np.where(np.isnan(wide), wide, wide >= rule.at_least)
-    return own
+        wide = numbers.astype(np.float64)
+        numbers = np.where(np.isnan(wide), wide, wide >= rule.at_least)
+    return numbers
+
+
+def without(values: Any, missing: Sequence[str]) -> Any:
+    """Returns values with null in place of these texts."""
+    if not is_text(values.type):
+        return values
+    words = "|".join(map(re.escape, missing))
+    return pc.if_else(pc.match_substring_regex(values, rf"^\s*(?:{words})\s*$"), None, values)
+
+
+def parsed(texts: Any, mark: DecimalMark, name: str, location: Location) -> F64:
+    """Returns f64 [n], NaN for a missing one. Raises DataError for a text that is no number."""
+    numbers = written_numbers(texts, mark)
+    wrong = np.isnan(numbers) & texts.is_valid().to_numpy(zero_copy_only=False)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise DataError(
+            f"{location(at)}, column {name}: {shown(texts[at].as_py())[:40]!r} is no number; correct it, or add it to "
+            f"data.columns.prepare.{name}.missing"
+        )
+    return numbers
+
+
+def written_numbers(texts: Any, mark: DecimalMark) -> F64:
+    """Returns f64 [n] of strings or binaries; NaN for other texts."""
+    is_number = pc.match_substring_regex(texts, WRITTEN[mark])
+    digits = pc.replace_substring_regex(pc.if_else(is_number, texts, None), WRITTEN[mark], r"\1\2\3")
+    digits = pc.replace_substring_regex(digits, rf"^\+|[ '{SEPARATORS[mark]}]", "")
+    numbers: F64 = np.array(pc.replace_substring(digits, ",", ".").cast(pa.string()).cast(pa.float64()), np.float64)
+    return numbers
 
 
 def bucket_ids(numbers: npt.NDArray[Any], bounds: list[float]) -> Ids:
@@ -91,8 +141,12 @@ def mapped(values: Any, numbers: Mapping[str, float], name: str, location: Locat
     """Returns f64 [n] by the keys of `numbers`, which equal a value as text or as a number."""
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
     by_number = {number: numbers[key] for key in numbers if (number := as_number(key)) is not None}
-    found = [of_value(shown(own), numbers, by_number) for own in encoded.dictionary.to_pylist()]
-    taken: F64 = np.array([*found, np.nan])[encoded.indices.fill_null(len(found)).to_numpy(zero_copy_only=False)]
+    if pa.types.is_boolean(values.type):  # pandas makes them of True, true and TRUE
+        numbers = {key.capitalize(): number for key, number in numbers.items()}
+    values_by_code = [of_value(shown(entry), numbers, by_number) for entry in encoded.dictionary.to_pylist()]
+    taken: F64 = np.array([*values_by_code, np.nan])[
+        encoded.indices.fill_null(len(values_by_code)).to_numpy(zero_copy_only=False)
+    ]
     unknown = np.isnan(taken) & ~values.is_null().to_numpy(zero_copy_only=False)
     if unknown.any():
         at = int(np.argmax(unknown))
@@ -120,7 +174,7 @@ def numbers_of(values: Any) -> npt.NDArray[Any]:
     """Returns numbers unchanged: integers with nulls as fp64 with NaN, or as objects if fp64 cannot hold them."""
     if values.null_count and pa.types.is_integer(values.type):
         ends = pc.min_max(values).as_py().values()
-        if any(abs(own or 0) >= EVERY_WIDE for own in ends):
+        if any(abs(end or 0) >= EVERY_WIDE for end in ends):
             return np.array(values.to_pylist(), object)
     if values.null_count and pa.types.is_boolean(values.type):
         values = values.cast(pa.int8())
@@ -132,9 +186,10 @@ def numbers_of(values: Any) -> npt.NDArray[Any]:
 class Roles:
     labels: list[str]
     dense: list[str]
-    features: list[Feature]
+    features: list[CheckedFeature]
     inputs: list[str]  # arrays for the model; of a feature, the rows of its look-ups
     of: dict[str, str]  # the feature of each array of look-ups
+    sources: dict[str, str]  # the column of each dense feature and feature that is made of times
 
     @property
     def weights(self) -> list[str]:
@@ -143,7 +198,11 @@ class Roles:
     def names(self, columns: Columns = "all") -> list[str]:
         dense = [*self.labels, *self.dense, *self.inputs, *self.of.values()]
         ids = [*(feature.name for feature in self.features), *self.weights]
-        return list(dict.fromkeys({"all": dense + ids, "ids": ids, "dense": dense}[columns]))
+        return list(dict.fromkeys(map(self.column, {"all": dense + ids, "ids": ids, "dense": dense}[columns])))
+
+    def column(self, name: str) -> str:
+        """The column of a label, dense feature, feature or array."""
+        return self.sources.get(name, name)
 
 
 def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], Collection[str]]) -> Roles:
@@ -158,7 +217,7 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
         dense = [name for _, name in numbered]
     labels = [] if columns.label_values == "none" else columns.label_names
     of = {name: job.data.of[name] for name in columns.inputs if name in job.data.of}
-    roles = Roles(labels=labels, dense=dense, features=features, inputs=columns.inputs, of=of)
+    roles = Roles(labels=labels, dense=dense, features=features, inputs=columns.inputs, of=of, sources=columns.sources)
     require_columns(job, roles, path, names)
     if columns.dense is None and not dense and isinstance(job.model, BottomAndTop) and job.model.bottom_mlp:
         used, numbers = roles.names(), numeric()
@@ -168,7 +227,13 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
 
 def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) -> None:
     """Raises ConfigError for a column that the file does not have, DataError for one that it has twice."""
-    require_features(job, names, f"{path}, which has {listed(names)}")
+    for name, source in roles.sources.items():
+        if source not in names:
+            raise ConfigError(
+                f"data.columns.prepare.{name}: {path} has no column {source}{nearest(source, names)}; it has "
+                f"{listed(names)}"
+            )
+    require_features(job, [*names, *roles.sources], f"{path}, which has {listed(names)}")
     key = "labels" if job.data.columns.labels else "label"
     key_of = {
         **dict.fromkeys(roles.labels, key),
@@ -177,7 +242,7 @@ def require_columns(job: Job, roles: Roles, path: Path, names: Sequence[str]) ->
         **dict.fromkeys(roles.inputs, "inputs"),
     }
     for name, key in key_of.items():
-        if name not in names:
+        if name not in names and name not in roles.sources:
             raise ConfigError(
                 f"data.columns.{key}: {path} has no column {name}{nearest(name, names)}; it has {listed(names)}"
             )
@@ -191,13 +256,13 @@ def require_single(path: Path, names: Sequence[str], used: Sequence[str]) -> Non
 
 
 def no_dense_column(path: Path, candidates: list[str]) -> ConfigError:
-    found = (
+    columns = (
         f"name the dense ones of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
         if candidates
         else "the file has no other column with numbers"
     )
     return ConfigError(
-        f"{path}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; {found}; "
+        f"{path}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; {columns}; "
         "data.columns.dense = [] says that there are none"
     )
 
@@ -206,7 +271,7 @@ def quoted(names: Sequence[str]) -> str:
     return "[" + listed([f'"{name}"' for name in names]) + "]"
 
 
-def typed(table: Any, features: Sequence[Feature], location: Location) -> Any:
+def typed(table: Any, features: Sequence[CheckedFeature], location: Location) -> Any:
     """Returns a pyarrow.RecordBatch with hashes in the columns of hashed features, null where an id is missing. Raises
     DataError."""
     for feature in features:
@@ -217,7 +282,7 @@ def typed(table: Any, features: Sequence[Feature], location: Location) -> Any:
                 table = table.set_column(at, feature.name, with_hashes(values, by_value=feature.by_value))
             except Inexact as error:
                 single = values.flatten() if is_list(values.type) else values
-                listed = [own.encode() if isinstance(own, str) else own for own in single.to_pylist()]
+                listed = [value.encode() if isinstance(value, str) else value for value in single.to_pylist()]
                 place = listed.index(error.value)
                 where = lookup_location(bag_lengths(values), location)(place)
                 raise DataError(f"{where}, column {feature.name}: {error}") from None
@@ -242,7 +307,7 @@ class RowDecoder:
         }
 
     def dense(self, table: Any, location: Location) -> Samples:
-        roles = self._roles
+        roles, table = self._roles, with_sources(table, self._roles.sources)
         dense = [floats(table[name], self._columns.prepare, name, location) for name in roles.dense]
         return Samples(
             dense=np.concatenate([np.zeros((table.num_rows, 0), np.float32), *dense], axis=1),
@@ -258,7 +323,10 @@ class RowDecoder:
 
     def lengths(self, table: Any) -> dict[str, Ids]:
         """Returns the entries of each sample in the arrays of look-ups."""
-        of = self._roles.of | {f"{name}.id": name for name in self._checks}
+        of, table = (
+            self._roles.of | {f"{name}.id": name for name in self._checks},
+            with_sources(table, self._roles.sources),
+        )
         return {name: counts_of(bag_lengths(table[feature]), table.num_rows) for name, feature in of.items()}
 
     def _input(self, table: Any, name: str, location: Location) -> tuple[str, npt.NDArray[Any]]:
@@ -276,6 +344,7 @@ class RowDecoder:
         )
 
     def ids(self, table: Any, location: Location) -> Lookups:
+        table = with_sources(table, self._roles.sources)
         columns = [feature_column(table, feature, self._columns.prepare, location) for feature in self._roles.features]
         joined = join_columns(
             columns, table.num_rows, weighted=any(feature.weights_column for feature in self._roles.features)
@@ -286,7 +355,15 @@ class RowDecoder:
         )
 
 
-def feature_column(table: Any, feature: Feature, rules: Rules, location: Location) -> Column:
+def with_sources(table: Any, sources: Mapping[str, str]) -> Any:
+    """Returns a pyarrow.RecordBatch that also has the columns of times under the names of what is made of them."""
+    if not sources:
+        return table
+    columns = {name: table[source] for name, source in sources.items() if source in table.schema.names}
+    return pa.RecordBatch.from_pydict({name: table[name] for name in table.schema.names} | columns)
+
+
+def feature_column(table: Any, feature: CheckedFeature, rules: Rules, location: Location) -> Column:
     values = table[feature.name]
     lengths = bag_lengths(values)
     single = values if lengths is None else values.flatten()
@@ -297,16 +374,16 @@ def feature_column(table: Any, feature: Feature, rules: Rules, location: Locatio
     )
 
 
-def feature_ids(values: Any, feature: Feature, rules: Rules, location: Location) -> Ids:
+def feature_ids(values: Any, feature: CheckedFeature, rules: Rules, location: Location) -> Ids:
     if feature.hashed:
         return rows_of_hashes(values, feature.num_embeddings)
     if feature.name in rules:
-        return bucket_ids(prepared(values, rules, feature.name, location), rules[feature.name].buckets)
+        return bucket_ids(prepared(values, rules, feature.name, location), rules[feature.name].bounds)
     return integers(values, feature, location)
 
 
 def feature_weights(
-    table: Any, feature: Feature, rules: Rules, lengths: Ids | None, location: Location
+    table: Any, feature: CheckedFeature, rules: Rules, lengths: Ids | None, location: Location
 ) -> Floats | None:
     """One weight per id, or None for a feature without weights. Raises DataError if their numbers differ."""
     if feature.weights_column is None:
@@ -320,10 +397,10 @@ def floats(values: Any, rules: Rules, name: str, location: Location) -> Floats:
     return check_dense(prepared(values, rules, name, location)[:, np.newaxis], [name], location)
 
 
-def lookup_values(table: Any, name: str, feature: Feature, lengths: Ids | None, location: Location) -> Any:
+def lookup_values(table: Any, name: str, feature: CheckedFeature, lengths: Ids | None, location: Location) -> Any:
     """Returns a column's values for each look-up of a feature. Raises DataError if their numbers differ."""
     values = table[name]
-    num_ids, num_values = (counts_of(own, len(values)) for own in (lengths, bag_lengths(values)))
+    num_ids, num_values = (counts_of(counted, len(values)) for counted in (lengths, bag_lengths(values)))
     differs = num_ids != num_values
     if differs.any():
         row = int(np.argmax(differs))
@@ -358,7 +435,7 @@ def bag_lengths(values: Any) -> Ids | None:
     return lengths
 
 
-def integers(values: Any, feature: Feature, location: Location) -> Ids:
+def integers(values: Any, feature: CheckedFeature, location: Location) -> Ids:
     if pa.types.is_uint64(values.type):
         beyond = pc.greater(values, pa.scalar(LARGEST_ID, pa.uint64())).fill_null(False).to_numpy(zero_copy_only=False)
         if beyond.any():

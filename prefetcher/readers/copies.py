@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -34,7 +34,7 @@ from rowcast.prefetcher.readers.columns import FileRows, Ids
 from rowcast.prefetcher.readers.data_files import FileState, cumulative, file_state, no_rows, path_text
 from rowcast.prefetcher.readers.id_check import Location, decoding, line_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
-from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, HashedFile, open_hashed, pieces, text_of
+from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, HashingReader, open_hashed, pieces, text_of
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.disk import Disk, FileWrite, Sealed, own_files_in, partial_of, read_sealed, render, seal, try_lock
 from rowcast.runtime.errors import ConfigError, DataError
@@ -80,6 +80,7 @@ class Made(Sealed, frozen=True, kw_only=True):
     state: FileState
     digest: str  # of the source's bytes, xxh3_128
     num_rows: list[int]  # of each record batch
+    by_line: bool = True  # each line is a row
     bounds: list[int]  # bytes of the copy: 0, the first record batch, ..., the end of the last, the end
     checksums: list[str]  # of the bytes between two bounds, xxh3_64
 
@@ -90,7 +91,24 @@ class TextRules:
 
     known: object  # all that the columns depend on, as JSON
     header_lines: int  # of each file, before its rows
-    columns: Callable[[bytes, int, Location], Any]  # whole lines, their number and places -> pyarrow.RecordBatch
+    # of a file and its text: pyarrow.RecordBatches, and the number of lines of each
+    columns: Callable[[Path, IO[bytes]], Iterator[tuple[Any, int]]]
+    place: Callable[[Path, int], str]  # names a row, from 0, of a file that has a row in several lines
+
+
+def each_a_line(path: Path, row: int) -> str:
+    raise AssertionError(f"{path}: row {row} has a line of its own")
+
+
+def batches_of_lines(
+    columns: Callable[[bytes, int, Location], Any], path: Path, stream: IO[bytes]
+) -> Iterator[tuple[Any, int]]:
+    """`columns`: whole lines, their number and places -> a pyarrow.RecordBatch with a row for each."""
+    for first, num_lines, text in pieces(stream, path, 0):
+        location = line_location(path, first)
+        with decoding(location, num_lines):
+            batch = columns(text, num_lines, location)
+        yield batch, num_lines
 
 
 def copies_folder(job: Job) -> Path:
@@ -129,6 +147,8 @@ class CopiedFiles:
 
     def location(self, rows: FileRows) -> Location:
         path, first = self.paths[rows.file], self._rules.header_lines + 1
+        if not self._copies[rows.file].made.by_line:
+            return lambda i: self._rules.place(path, int(rows.rows[i]))
         return lambda i: f"{path}, line {rows.rows[i] + first}"
 
 
@@ -258,11 +278,12 @@ class Copy:
             ) from None
 
     def _convert(self, progress: Progress) -> None:
-        before, unfinished = file_state(self.source), partial_of(self._path)
+        before, unfinished, by_line = file_state(self.source), partial_of(self._path), True
         with closing(ArrowTarget(unfinished)) as target, open_hashed(self.source) as file:
             try:
-                for columns in self._columns(file):
+                for columns, num_lines in self._columns(file):
                     target.add(columns)
+                    by_line &= num_lines == columns.num_rows
                     if target.bounds[-1] > self._limit:
                         raise ConfigError(
                             f"data.copies_limit: {human_bytes(file.nbytes)} of {self.source} became "
@@ -285,6 +306,7 @@ class Copy:
                 state=before,
                 digest=file.digest,
                 num_rows=target.num_rows,
+                by_line=by_line,
                 bounds=target.bounds,
                 checksums=target.checksums,
             )
@@ -292,13 +314,9 @@ class Copy:
         write_durably(self._record, render(seal(made)))
         self._made, self._file = made, CheckedFile(self._path, made)
 
-    def _columns(self, file: HashedFile) -> Iterator[Any]:
+    def _columns(self, file: HashingReader) -> Iterator[tuple[Any, int]]:
         with text_of(file, self.source) as stream:
-            for first, num_lines, text in pieces(stream, self.source, self._rules.header_lines):
-                location = line_location(self.source, first)
-                with decoding(location, num_lines):
-                    columns = self._rules.columns(text, num_lines, location)
-                yield columns
+            yield from self._rules.columns(self.source, stream)
 
     def _digest(self) -> str:
         """Of the source's bytes."""

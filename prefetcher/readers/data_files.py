@@ -2,32 +2,30 @@
 
 Samples the contents of data files, so that a restart detects different data in files of the same sizes.
 
-Checkpoints keep the checksums, so this rule must never change. It depends only on the files' number and sizes:
+Checkpoints keep the checksums (`runtime/disk.py`), so this rule must never change. It depends only on the
+files' number and sizes:
 
     blocks of a file     1024 // number of files, but from 2 to 16
     bytes of a block     64 KiB, or as many as keep all blocks within 64 MiB
-    where they begin     the first at the start of the file, the last where it ends with the file, the others evenly
-                         between; a file no longer than its blocks together is read whole
-    checksum             xxh3_64 of the blocks, in order
 """
 
 import glob
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 import numpy as np
-import xxhash
 from msgspec.structs import replace
 
 from rowcast.job.formats import format_of
 from rowcast.job.schema import Job
 from rowcast.runtime.checkpoint_manifest import DataFile, Manifest, ManifestOfVersion3
+from rowcast.runtime.disk import sampled_file
 from rowcast.runtime.errors import ConfigError, DataError, listed
 from rowcast.runtime.telemetry.format_numbers import plural
 
@@ -48,25 +46,11 @@ def sampled(paths: Sequence[Path]) -> tuple[DataFile, ...]:
 
 
 def sample(path: Path, num_blocks: int, block_bytes: int) -> DataFile:
-    hasher = xxhash.xxh3_64()
     try:
-        with path.open("rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            for start, stop in blocks(nbytes, num_blocks, block_bytes):
-                hasher.update(os.pread(file.fileno(), stop - start, start))
+        nbytes, checksum = sampled_file(path, num_blocks, block_bytes)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
-    return DataFile(path=os.fsencode(path).decode("utf-8", "replace"), nbytes=nbytes, checksum=hasher.hexdigest())
-
-
-def blocks(nbytes: int, num_blocks: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each, in bytes."""
-    if nbytes <= num_blocks * block_bytes:
-        yield 0, nbytes
-        return
-    for index in range(num_blocks):
-        start = (nbytes - block_bytes) * index // (num_blocks - 1)
-        yield start, start + block_bytes
+    return DataFile(path=os.fsencode(path).decode("utf-8", "replace"), nbytes=nbytes, checksum=checksum)
 
 
 Key = Literal["path", "eval_path"]
@@ -95,39 +79,39 @@ def data_files(path: str, key: str, pattern: str, *, by_name: bool, apart: str) 
         if named.is_dir():
             entries, lacking = list(named.iterdir()), f"the folder holds no file whose name matches {pattern}"
         else:
-            matches = [named] if named.exists() else [Path(own) for own in glob.glob(path, recursive=True)]
-            entries, pattern = [own for own in matches if not ("**" in path and own.is_dir())], ".*"
-        found = [own for own in entries if is_data(own, pattern, where, Path(apart or os.devnull))]
+            matches = [named] if named.exists() else [Path(match) for match in glob.glob(path, recursive=True)]
+            entries, pattern = [match for match in matches if not ("**" in path and match.is_dir())], ".*"
+        files = [entry for entry in entries if is_data(entry, pattern, where, Path(apart or os.devnull))]
     except OSError as error:
         raise ConfigError(f"{where}: {error.filename} cannot be read ({error.strerror})") from None
-    if not found:
+    if not files:
         raise ConfigError(f"{where}: {lacking}")
-    if "**" in path and len(by_target := {own.resolve(): own for own in found}) < len(found):
-        twice = next(own for own in found if by_target[own.resolve()] != own)
+    if "**" in path and len(by_target := {file.resolve(): file for file in files}) < len(files):
+        twice = next(file for file in files if by_target[file.resolve()] != file)
         raise ConfigError(
             f"{where}: {twice} and {by_target[twice.resolve()]} are one file; remove the link between them"
         )
-    return sorted(found) if by_name else sorted(found, key=numbered)
+    return sorted(files) if by_name else sorted(files, key=numbered)
 
 
-def is_data(own: Path, pattern: str, where: str, apart: Path) -> bool:
+def is_data(path: Path, pattern: str, where: str, apart: Path) -> bool:
     """Raises ConfigError, which begins with `where`, for files in a folder, and for a name of no regular file."""
-    if own.is_dir():
-        is_apart = own.name.startswith(UNSEEN) or apart.absolute().is_relative_to(own.absolute())
-        if not is_apart and (within := file_within(own, pattern)):
+    if path.is_dir():
+        is_apart = path.name.startswith(UNSEEN) or apart.absolute().is_relative_to(path.absolute())
+        if not is_apart and (within := file_within(path, pattern)):
             raise ConfigError(
                 f"{where}: {within} lies in a sub-folder, whose files are not read; move them, or name all files by a "
-                f"glob such as {own.parent / '**' / f'*{within.suffix}'}"
+                f"glob such as {path.parent / '**' / f'*{within.suffix}'}"
             )
         return False
-    if not re.fullmatch(pattern, own.name):
+    if not re.fullmatch(pattern, path.name):
         return False
-    if not own.exists():
+    if not path.exists():
         raise ConfigError(
-            f"{where}: {own} is a link to {os.readlink(own)}, which is gone; restore that file, or remove the link"
+            f"{where}: {path} is a link to {os.readlink(path)}, which is gone; restore that file, or remove the link"
         )
-    if not own.is_file():
-        raise ConfigError(f"{where}: {own} is a FIFO, socket or device; give a file with its content, or remove it")
+    if not path.is_file():
+        raise ConfigError(f"{where}: {path} is a FIFO, socket or device; give a file with its content, or remove it")
     return True
 
 
@@ -159,12 +143,12 @@ def in_recorded_order(job: Job, checkpoint: Manifest) -> Job:
     as it is."""
     if isinstance(checkpoint, ManifestOfVersion3) and not checkpoint.is_import:
         return ordered(job, by_name=True)
-    recorded = [] if checkpoint.trained_on is None else [own.path for own in checkpoint.trained_on.files]
+    recorded = [] if checkpoint.trained_on is None else [file.path for file in checkpoint.trained_on.files]
     places = {PurePath(path).name: place for place, path in reversed([*enumerate(recorded)])}  # files may have moved
     places |= {path: place for place, path in reversed([*enumerate(recorded)])}
     with suppress(ConfigError):  # the reader raises it too
         for first, second in (pair for key in KEYS for pair in pairwise(files_of(ordered(job, by_name=False), key))):
-            here = [places.get(str(own), places.get(own.name)) for own in (first, second)]
+            here = [places.get(str(file), places.get(file.name)) for file in (first, second)]
             if first > second and here[0] is not None and here[1] is not None:
                 return ordered(job, by_name=here[1] < here[0])
     return job
@@ -177,7 +161,9 @@ def ordered(job: Job, *, by_name: bool) -> Job:
 def files_text(job: Job) -> str:
     """`12 files, days/day_0 to days/day_11`; the format for data without files. Raises as `data_files`."""
     order = " in the order of their names" if job.data.by_name else ""
-    texts = [listed_files(getattr(job.data, key), files_of(job, key), order) for key in KEYS]
+    followed = [f"files that arrive in {job.data.path}{order}"] if job.data.follow else []
+    keys = KEYS[len(followed) :]
+    texts = followed + [listed_files(getattr(job.data, key), files_of(job, key), order) for key in keys]
     return "; evaluation: ".join(dict.fromkeys(filter(None, texts))) or job.data.format
 
 
@@ -186,15 +172,19 @@ def listed_files(path: str, files: Sequence[Path], order: str) -> str:
     if not files:
         return ""
     text = f"{plural(len(files), 'file')}{order}, {files[0]}" + (f" to {files[-1]}" if len(files) > 1 else "")
-    inside = {own for own in Path(path).iterdir() if not own.is_dir()} if Path(path).is_dir() else set()
-    if others := sorted(own.name for own in inside.difference(files) if not own.name.startswith(UNSEEN)):
+    inside = {file for file in Path(path).iterdir() if not file.is_dir()} if Path(path).is_dir() else set()
+    if others := sorted(file.name for file in inside.difference(files) if not file.name.startswith(UNSEEN)):
         text += f" (left out: {plural(len(others), 'other')}, such as {others[0]})"
     return os.fsencode(text).decode("utf-8", "replace")
 
 
-def no_rows(paths: Sequence[Path]) -> DataError:
+class NoRows(DataError):
+    """The files have no row."""
+
+
+def no_rows(paths: Sequence[Path]) -> NoRows:
     hold = "holds" if len(paths) == 1 else "hold"
-    return DataError(f"{listed([str(path) for path in paths], 1)} {hold} no row; give at least one file with rows")
+    return NoRows(f"{listed([str(path) for path in paths], 1)} {hold} no row; give at least one file with rows")
 
 
 class FileState(NamedTuple):

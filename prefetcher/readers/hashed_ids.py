@@ -53,8 +53,9 @@ def hashed_rows(values: Any, num_embeddings: int, *, by_value: ByValue) -> Ids:
 
 
 def hashes_of(values: Any, *, by_value: ByValue) -> Any:
-    """Returns uint64 hashes, null where a value is, of a pyarrow array that `can_hash`. `by_value`: as in `Feature`.
-    Raises Inexact."""
+    """Returns uint64 hashes, null where a value is, of a pyarrow array that `can_hash`.
+
+    `by_value`: as in `CheckedFeature`. Raises Inexact."""
     if pa.types.is_integer(values.type):
         numbers = (values.fill_null(0) if values.null_count else values).to_numpy().astype(np.int64)  # uint64: its bits
         mask = values.is_null().to_numpy(zero_copy_only=False) if values.null_count else None

@@ -91,10 +91,15 @@ class CutElsewhere(Protocol):
         """Returns the batches of an epoch; None if unknown."""
 
 
+class ReadsFiles(Reader, Protocol):
+    def untrained(self, batch: int) -> Iterator[Pending]:
+        """Yields the rows of the files of which training batch `batch` is the first, each file in its own batches."""
+
+
 def id_types(reader: Reader) -> dict[str, IdType]:
     """Returns what the ids of the features are that a reader of typed columns hashes by their bytes."""
-    found: dict[str, IdType] = getattr(reader, "id_types", {})
-    return found
+    types: dict[str, IdType] = getattr(reader, "id_types", {})
+    return types
 
 
 def num_batches(job: Job, reader: Reader, split: Kind) -> int | None:
@@ -160,7 +165,8 @@ def places(
     An evaluation follows each job.eval.every train steps and each epoch's training, once if the two coincide. Ends
     after `max_steps` train steps, counted from the run's first, and the epoch's evaluation; yields nothing for 0.
     """
-    return Schedule(job, reader, max_steps).batches(start or Position())
+    kind = EachFileFirst if job.eval.next == "file" else Schedule
+    return kind(job, reader, max_steps).batches(start or Position())
 
 
 def expected_train_steps(
@@ -206,11 +212,14 @@ class Schedule:
     def _evaluation(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
         if at.eval_batch is None:
             return at
-        for decode in self._reader.pending("eval", at.epoch, at.eval_batch):
+        for decode in self._evaluated(at, at.eval_batch):
             following = after("eval", at)
             yield Scheduled(kind="eval", position=at, following=following, batch=decode)
             at = following
         return replace(at, eval_batch=None)
+
+    def _evaluated(self, at: Position, start: int) -> Iterator[Pending]:
+        return self._reader.pending("eval", at.epoch, start)
 
     def _eval_is_due(self, at: Position) -> bool:
         """Returns whether job.eval.every falls on the last train step. Outside an evaluation, that one was made."""
@@ -218,6 +227,22 @@ class Schedule:
 
     def _steps_left(self, at: Position) -> int | None:
         return None if self._max_steps is None else max(self._max_steps - at.train_step, 0)
+
+
+class EachFileFirst(Schedule):
+    """Evaluates each file before it is trained. What follows a training batch may not be known when that is read. So a
+    position outside an evaluation is before that of its next batch, and one at the end of an evaluation behind it."""
+
+    def _epoch(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:
+        for decode in islice(self._reader.pending("train", at.epoch, at.train_batch), self._steps_left(at)):
+            at = yield from self._evaluation(replace(at, eval_batch=at.eval_batch or 0))
+            following = after("train", at)
+            yield Scheduled(kind="train", position=at, following=following, batch=decode)
+            at = following
+        return Position(step=at.step, train_step=at.train_step, epoch=at.epoch + 1)
+
+    def _evaluated(self, at: Position, start: int) -> Iterator[Pending]:
+        return islice(cast(ReadsFiles, self._reader).untrained(at.train_batch), start, None)
 
 
 def block_permutation(seed: int, epoch: int, block: int, num_rows: int) -> Ids:
@@ -271,9 +296,9 @@ NOTHING = np.zeros(0, np.int64)
 
 def job_of_files(job: Job) -> Job:
     """Returns the job without the drawn features; the ids of a feature that is drawn for are among its arrays."""
-    drawn = {own.feature for own in job.data.negatives}
+    drawn = {negatives.feature for negatives in job.data.negatives}
     inner = [replace(table, features=[name for name in table.features if name not in drawn]) for table in job.tables]
-    columns, others = job.data.columns, [own.per for own in job.data.negatives if own.per != BATCH]
+    columns, others = job.data.columns, [negatives.per for negatives in job.data.negatives if negatives.per != BATCH]
     inputs = list(dict.fromkeys([*columns.inputs, *others]))
     return replace(
         job,
@@ -290,10 +315,10 @@ class DrawingReader:
         self._file_features = job_of_files(job).features
         self._weighted = bool(job.data.columns.weights)
         rows = {feature: table.num_embeddings for table in job.tables for feature in table.features}
-        self._features = [DrawnFeature(own, rows[own.feature]) for own in job.data.negatives]
-        self._by_batch = all(own.per == BATCH for own in job.data.negatives)
+        self._features = [DrawnFeature(negatives, rows[negatives.feature]) for negatives in job.data.negatives]
+        self._by_batch = all(negatives.per == BATCH for negatives in job.data.negatives)
         self.dense_names = files.dense_names
-        self.paths = [*files.paths, *(path for own in self._features for path in own.paths)]
+        self.paths = [*files.paths, *(path for feature in self._features for path in feature.paths)]
 
     @property
     def invalid_ids(self) -> int:
@@ -318,22 +343,26 @@ class DrawingReader:
         stream = draws(self._job.job.seed, split, epoch, batch)
         if not isinstance(part, Samples):
             columns = self._columns(part)
-            drawn = [own.draw(stream, part.size, columns.get(own.per, NO_LOOKUPS).ids) for own in self._features]
+            drawn = [
+                feature.draw(stream, part.size, columns.get(feature.per, NO_LOOKUPS).ids) for feature in self._features
+            ]
             return self._with_ids(part, columns, drawn)
-        drawn = [own.draw(stream, len(part.labels), self._ids_of(own, part.inputs)) for own in self._features]
+        drawn = [
+            feature.draw(stream, len(part.labels), self._ids_of(feature, part.inputs)) for feature in self._features
+        ]
         dense = self._with_arrays(part, drawn)
         if not isinstance(part, Batch):
             return dense
         return Batch.of(self._with_ids(part, self._columns(part), drawn), dense)
 
-    def _ids_of(self, own: "DrawnFeature", inputs: dict[str, Any]) -> I64:
-        ids: I64 = inputs.get(f"{own.per}.id", NOTHING)
+    def _ids_of(self, feature: "DrawnFeature", inputs: dict[str, Any]) -> I64:
+        ids: I64 = inputs.get(f"{feature.per}.id", NOTHING)
         return ids
 
     def _with_arrays(self, dense: Samples, drawn: list[Drawn]) -> Samples:
-        names = [own.feature for own in self._features]
-        ids = {f"{name}.id": own.ids for name, own in zip(names, drawn, strict=True)}
-        log_q = {f"{name}.log_q": own.log_q for name, own in zip(names, drawn, strict=True)}
+        names = [feature.feature for feature in self._features]
+        ids = {f"{name}.id": draw.ids for name, draw in zip(names, drawn, strict=True)}
+        log_q = {f"{name}.log_q": draw.log_q for name, draw in zip(names, drawn, strict=True)}
         return Samples(dense=dense.dense, labels=dense.labels, inputs={**dense.inputs, **ids, **log_q})
 
     def _columns(self, ids: Lookups) -> dict[str, Column]:
@@ -341,14 +370,14 @@ class DrawingReader:
         offsets, size, columns = bag_offsets(ids.ids, ids.offsets), ids.size, {}
         for f, name in enumerate(self._file_features):
             bags = offsets[f * size : (f + 1) * size + 1]
-            own = slice(int(bags[0]), int(bags[-1]))
-            weights = None if ids.weights is None else ids.weights[own]
-            columns[name] = Column(ids=ids.ids[own], lengths=np.diff(bags), weights=weights)
+            bag = slice(int(bags[0]), int(bags[-1]))
+            weights = None if ids.weights is None else ids.weights[bag]
+            columns[name] = Column(ids=ids.ids[bag], lengths=np.diff(bags), weights=weights)
         return columns
 
     def _with_ids(self, ids: Lookups, columns: dict[str, Column], drawn: list[Drawn]) -> Lookups:
-        for own, found in zip(self._features, drawn, strict=True):
-            columns[own.feature] = Column(ids=found.ids, lengths=own.lengths(columns.get(own.per), ids.size))
+        for feature, draw in zip(self._features, drawn, strict=True):
+            columns[feature.feature] = Column(ids=draw.ids, lengths=feature.lengths(columns.get(feature.per), ids.size))
         joined = join_columns([columns[name] for name in self._job.features], ids.size, self._weighted)
         return dataclasses.replace(joined, others=ids.others)
 

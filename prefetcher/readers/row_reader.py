@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+from rowcast.job.formats import Data
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import FileRows, Ids, join_dense, join_ids, rows_by_file
 from rowcast.prefetcher.readers.data_files import eval_path, files_of, split_rows
 from rowcast.prefetcher.readers.id_check import IdCheck, Location, decoding
 from rowcast.prefetcher.readers.reader import Columns, Part, Pending, RowOrder, decode_part, decoded
-from rowcast.protocol.batch import Batch, Cut, Kind, Lookups, Samples
+from rowcast.protocol.batch import Batch, Kind, Lookups, SampleCut, Samples
 from rowcast.protocol.parts import Rank, samples_of
 from rowcast.runtime.checkpoint_manifest import IdType
 from rowcast.runtime.errors import ConfigError, DataError, instead
@@ -51,6 +53,11 @@ class DataSetRows(Protocol):
     def paths(self) -> list[Path]: ...  # of the files, in reading order
 
     def cursor(self) -> AbstractContextManager[Cursor]: ...
+
+
+class RowsOfFiles(DataSetRows, Protocol):
+    @property
+    def bounds(self) -> Ids: ...  # of the files, in rows
 
 
 def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRows]) -> "RowReader":
@@ -97,6 +104,27 @@ class RowReader:
                     cursor=cursor, order=order, origin=span.start, start=first, stop=min(first + size, len(span))
                 )
 
+    def untrained(self, batch: int) -> Iterator[Pending]:
+        rows, data = cast(RowsOfFiles, self._rows["train"]), self._job.data
+        new = new_rows(data, batch, rows.num_rows)
+        spans = (range(*span) for span in pairwise(rows.bounds.tolist()) if span[0] in new)
+        return chain.from_iterable(rows_in_order(rows, span, data.batch_size) for span in spans)
+
+
+def new_rows(data: Data, batch: int, num_rows: int) -> range:
+    """Returns the rows of a training batch, or of its shuffled blocks, that no batch before it may have."""
+    order = RowOrder(seed=0, epoch=0, num_rows=num_rows, window=data.shuffle_window)
+    first, size = batch * data.batch_size, data.batch_size
+    before = order.within(first - 1, first).stop if batch else 0
+    return range(before, order.within(first, min(first + size, num_rows)).stop)
+
+
+def rows_in_order(rows: DataSetRows, span: range, size: int) -> Iterator["PendingRows"]:
+    order = RowOrder(seed=0, epoch=0, num_rows=span.stop, window=None)
+    with rows.cursor() as cursor:
+        for start in span[::size]:
+            yield PendingRows(cursor=cursor, order=order, origin=0, start=start, stop=min(start + size, span.stop))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingRows:
@@ -123,7 +151,7 @@ class PendingRows:
 
 
 def without_samples(part: Part) -> Part:
-    none = Cut(slice(0), {})
+    none = SampleCut(slice(0), {})
     if not isinstance(part, Lookups):
         return part.within(none)
     lookups = Lookups(size=0, ids=part.ids[:0], weights=None if part.weights is None else part.weights[:0])
@@ -188,6 +216,10 @@ class ColumnRows:
     @property
     def num_rows(self) -> int:
         return int(self.files.bounds[-1])
+
+    @property
+    def bounds(self) -> Ids:
+        return self.files.bounds
 
     def cursor(self) -> AbstractContextManager["RowsCursor"]:
         return closing(RowsCursor(self))

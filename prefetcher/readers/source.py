@@ -15,15 +15,19 @@ batches; their dense features are kept here until requested.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from rowcast.job.schema import Job
+from rowcast.job.tables import TableSpec
 from rowcast.prefetcher.readers.reader import CutElsewhere, Part, Reader, expected_train_steps, id_types, num_batches
 from rowcast.protocol.batch import (
     Batch,
-    Cut,
     Lookups,
+    SampleCut,
     Samples,
     Scheduled,
     ScheduledBatch,
@@ -31,9 +35,11 @@ from rowcast.protocol.batch import (
     ids_checksum,
     needed_offsets,
 )
+from rowcast.protocol.messages import Ids
 from rowcast.protocol.parts import Belonging, Rank, arrays_of_samples, ids_of_samples, samples_of
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.checkpoint_manifest import IdType, Position
-from rowcast.runtime.errors import DataError
+from rowcast.runtime.errors import DataError, RemoteProtocolError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,7 @@ class SourceCounters:
     batches: int = 0  # delivered
     invalid_ids: int = 0  # replaced under data.on_invalid_id, in the batches delivered
     queue_depth: int = 0  # batches decoded and waiting
+    awaits_file: bool = False  # the decoder of the next batch waits for one (data.follow)
 
 
 class BatchStream(Protocol):
@@ -229,9 +236,10 @@ class RankSource:
     def __init__(self, source: Source, rank: Rank, of: Belonging) -> None:
         self.checksum = 0  # of all samples of what was polled last, if it came whole; else 0
         self.whole: Lookups  # as the ids that were polled last came: of all samples, if this rank reads these
-        self._source, self._rank, self._of = source, rank, of
+        self.belonging = of
+        self._source, self._rank = source, rank
         # of the batches whose ids were returned and whose samples were not: how samples that come whole are cut
-        self._cuts: deque[tuple[int, Cut] | None] = deque()
+        self._cuts: deque[tuple[int, SampleCut] | None] = deque()
 
     def poll_ids(self) -> Scheduled[Lookups] | None:
         """Returns the rank's look-ups of the next batch. Waits and raises as `Source.poll_ids`."""
@@ -245,8 +253,8 @@ class RankSource:
             return ids
         self.checksum = int(ids_checksum(batch), 16)
         samples = samples_of(batch.size, self._rank)
-        self._cuts.append((batch.size, arrays_of_samples(batch, samples, self._of)))
-        own = ids_of_samples(batch, samples, self._of.batch_positions)
+        self._cuts.append((batch.size, arrays_of_samples(batch, samples, self.belonging)))
+        own = ids_of_samples(batch, samples, self.belonging.batch_positions)
         offsets = needed_offsets(own.ids, own.offsets)
         return ids.holding(replace(own, offsets=offsets, others=batch.size - own.size))
 
@@ -264,6 +272,10 @@ class RankSource:
     def ended(self) -> bool:
         return self._source.ended
 
+    @property
+    def awaits_file(self) -> bool:
+        return self._source.counters.awaits_file
+
 
 def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position | None) -> SourceInfo:
     return SourceInfo(
@@ -276,3 +288,64 @@ def source_info(job: Job, reader: Reader, max_steps: int | None, start: Position
         pairing=reader.pairing if isinstance(reader, CutElsewhere) else "",
         id_types=id_types(reader),
     )
+
+
+NO_SAMPLES = Samples(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.float32))
+
+
+class ScriptIds:
+    """The batches of a training script: the rows that it will look up, step by step, as it tells them. A batch is one
+    sample, and each table a feature with a bag of distinct rows. Samples stay in the script.
+
+    Implements `BatchStream`. The mail's thread calls `accept`, the planning's the others."""
+
+    ended = False  # the script may always look up more
+
+    def __init__(self, tables: Sequence[TableSpec]) -> None:
+        self.counters = SourceCounters()
+        self._sizes = [table.num_embeddings for table in tables]
+        self._step = self._train_step = 0  # of the next batch
+        self._parts: list[bytes] = []  # of its rows
+        self._arrived: deque[Scheduled[Batch]] = deque()
+
+    def accept(self, message: Ids) -> None:
+        """Raises RemoteProtocolError if rows are missing, repeated or in no table."""
+        self._parts.append(message.rows)
+        rows = np.frombuffer(b"".join(self._parts), np.int64)
+        if message.step != self._step or len(message.counts) != len(self._sizes) or len(rows) > sum(message.counts):
+            raise RemoteProtocolError(f"rows of step {message.step} do not follow those before, of step {self._step}")
+        if len(rows) < sum(message.counts):
+            return
+        offsets: I64 = np.cumsum([0, *message.counts])
+        for table, (size, (first, end)) in enumerate(zip(self._sizes, pairwise(offsets), strict=True)):
+            if not ascend_below(size, rows[first:end]):
+                raise RemoteProtocolError(f"rows of step {message.step} do not ascend within table {table}")
+        self._arrived.append(
+            Scheduled.at(
+                step=self._step,
+                kind="train" if message.trains else "eval",
+                train_step=self._train_step,
+                epoch=0,
+                batch=Batch.of(Lookups(size=1, ids=rows, offsets=offsets), NO_SAMPLES),
+            )
+        )
+        self._step, self._train_step, self._parts = self._step + 1, self._train_step + message.trains, []
+
+    def start(self) -> None:
+        """Nothing has to start: the script sends."""
+
+    def info(self) -> SourceInfo:
+        return SourceInfo(dense_names=[], expected_train_steps=None, num_train=None, num_eval=None, paths=[])
+
+    def take(self) -> Scheduled[Batch] | None:
+        if not self._arrived:
+            return None
+        self.counters.batches += 1
+        return self._arrived.popleft()
+
+    def close(self) -> None:
+        self._arrived.clear()
+
+
+def ascend_below(size: int, rows: I64) -> bool:
+    return not len(rows) or bool(rows[0] >= 0 and rows[-1] < size and (np.diff(rows) > 0).all())

@@ -4,7 +4,7 @@ import gzip
 import io
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -27,13 +27,13 @@ OTHER_FILES = {  # first bytes -> what the file is, and what to do
 }
 
 
-class Piece(NamedTuple):
+class LinePiece(NamedTuple):
     first_line: int  # of the file, from 1
     num_lines: int
     text: bytes  # each line with its end
 
 
-class HashedFile(io.RawIOBase):
+class HashingReader(io.RawIOBase):
     """A file that is read once, from its start; hashes and counts the bytes on the disk."""
 
     def __init__(self, path: Path) -> None:
@@ -67,26 +67,47 @@ def open_text(path: Path) -> Iterator[IO[bytes]]:
         yield stream
 
 
-def open_hashed(path: Path) -> HashedFile:
+def open_hashed(path: Path) -> HashingReader:
     """Raises ConfigError for a file that cannot be read."""
     try:
-        return HashedFile(path)
+        return HashingReader(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 @contextmanager
-def text_of(file: HashedFile, path: Path) -> Iterator[IO[bytes]]:
+def text_of(file: HashingReader, path: Path) -> Iterator[IO[bytes]]:
     """Raises DataError for a file that is neither text nor gzip."""
     with io.BufferedReader(file) as plain:
         start = plain.peek()
         for first_bytes, what in OTHER_FILES.items():
             if start.startswith(first_bytes):
                 raise DataError(f"{path}: the file is {what}")
-        yield cast(IO[bytes], gzip.GzipFile(fileobj=plain) if start.startswith(b"\x1f\x8b") else plain)
+        text = gzip.GzipFile(fileobj=plain) if start.startswith(b"\x1f\x8b") else plain
+        yield cast(IO[bytes], io.BufferedReader(LineEnds(text)) if has_old_line_ends(start) else text)
 
 
-def pieces(stream: IO[bytes], path: Path, header_lines: int) -> Iterator[Piece]:
+def has_old_line_ends(start: bytes) -> bool:
+    """Whether lines of plain text end in CR alone, as on old Macs."""
+    return b"\r" in start[:-1] and b"\n" not in start and b"\x00" not in start
+
+
+class LineEnds(io.RawIOBase):
+    """Text whose lines end in CR, with LF instead."""
+
+    def __init__(self, text: io.BufferedIOBase) -> None:
+        self._text = text
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._text.read(len(buffer)).replace(b"\r", b"\n")
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def pieces(stream: IO[bytes], path: Path, header_lines: int) -> Iterator[LinePiece]:
     """Yields all lines but the first ones and empty ones at the end of the file."""
     line, ends = 1, b""  # ends: of the empty lines since the last that is not
     for block in whole_lines(stream, path):
@@ -105,7 +126,7 @@ def pieces(stream: IO[bytes], path: Path, header_lines: int) -> Iterator[Piece]:
             num_lines = lines.count(b"\n")
             if num_lines > skipped:
                 rows = lines.split(b"\n", skipped)[-1] if skipped else lines
-                yield Piece(line + skipped, num_lines - skipped, rows)
+                yield LinePiece(line + skipped, num_lines - skipped, rows)
             line += num_lines
         else:
             ends += after
@@ -136,17 +157,22 @@ def first_lines(path: Path) -> tuple[bytes, bytes]:
         return stream.readline(MOST_LINE_BYTES * CHUNK_BYTES), stream.readline(MOST_LINE_BYTES * CHUNK_BYTES)
 
 
-def refuse_line(lines: bytes, location: Location, reason: str, line_error: Callable[[bytes], str | None]) -> DataError:
+def lines_of(text: bytes) -> list[bytes]:
+    return text.removesuffix(b"\n").split(b"\n")
+
+
+def refuse_line(
+    lines: Sequence[bytes], location: Location, reason: str, line_error: Callable[[bytes], str | None]
+) -> DataError:
     """Returns the error of the first bad line; `location(i)` names the i-th line's file and number. `line_error`:
     returns the sentence after the line's number, None for a good line.
 
     `reason` is the fast parser's message, used if no line is bad."""
-    split = lines.removesuffix(b"\n").split(b"\n")
-    for i, line in enumerate(split):
+    for i, line in enumerate(lines):
         error = line_error(line)
         if error is not None:
             return DataError(f"{location(i)}{error}")
-    return DataError(f"{location(0)}, or another of the {len(split)} lines decoded with it: {reason}")
+    return DataError(f"{location(0)}, or another of the {len(lines)} lines decoded with it: {reason}")
 
 
 @contextmanager

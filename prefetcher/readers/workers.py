@@ -38,14 +38,15 @@ from structlog.typing import EventDict, WrappedLogger
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.data_files import FileState, file_state
+from rowcast.prefetcher.readers.follow import Arrivals, FilesRead, ReadFile, open_followed
 from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, places, stream_columns
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
 from rowcast.protocol.batch import Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank, owner_of
-from rowcast.runtime.checkpoint_manifest import Position
-from rowcast.runtime.children import killed_by
+from rowcast.runtime.checkpoint_manifest import NOTHING_READ, Position, TrainingData
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.runtime.process import killed_by
 from rowcast.runtime.stages import Doorbell
 from rowcast.runtime.stops import STOPS, held, release
 from rowcast.runtime.telemetry.logs import get_logger
@@ -69,6 +70,7 @@ class DecoderShare:
     start: Position | None
     rank: Rank = UNDIVIDED
     num_whole: int = 0
+    trained_on: TrainingData = NOTHING_READ  # of the checkpoint from which a run with data.follow goes on
     index: int
     num_decoders: int
     most_together: int = 1  # batches in a message
@@ -87,11 +89,16 @@ class Delivery:
     blocked_s: float  # seconds that the child spent sending, so far
     decode_s: float
     decoded_s: float  # by the performance counter, the same in all processes of a host
+    files: tuple[ReadFile, ...]  # with data.follow, of the batch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndOfBatches:
     """All batches were sent."""
+
+
+class Waiting(NamedTuple):
+    """The child has sent all that it has, and waits for a file."""
 
 
 class LogLine(NamedTuple):
@@ -137,9 +144,18 @@ def pass_on(sender: ArraySender, logger: WrappedLogger, level: str, values: Even
 
 
 def send_share(share: DecoderShare, sender: ArraySender) -> None:
-    reader = open_reader(share.job, share.columns)
-    sender.send(source_info(share.job, reader, share.max_steps, share.start))
     blocked_s, began_s, together, most = 0.0, time.perf_counter(), list[Delivery](), 1
+
+    def before_wait() -> None:
+        if together:
+            sender.send(tuple(together))
+            together.clear()
+        sender.send(Waiting())
+
+    arrivals = Arrivals(share.trained_on, before_wait)
+    is_followed = share.job.data.follow
+    reader = open_followed(share.job, share.columns, arrivals) if is_followed else open_reader(share.job, share.columns)
+    sender.send(source_info(share.job, reader, share.max_steps, share.start))
     try:
         for scheduled in decode_share(share, reader):
             decoded_s = time.perf_counter()
@@ -150,10 +166,12 @@ def send_share(share: DecoderShare, sender: ArraySender) -> None:
                     blocked_s=blocked_s,
                     decode_s=decoded_s - began_s,
                     decoded_s=decoded_s,
+                    files=arrivals.files,
                 )
             )
             if len(together) >= most:
-                batch, together = tuple(together), []
+                batch = tuple(together)
+                together.clear()
                 most = min(share.most_together, max(1, ENOUGH_BYTES * len(batch) // sender.send(batch)))
             began_s = time.perf_counter()
             blocked_s += began_s - decoded_s
@@ -183,7 +201,7 @@ def exit_with_parent() -> None:
     os._exit(1)
 
 
-class Decoder:
+class DecodingProcess:
     """A child and its batches. Those of a message arrive once fewer than `num_ahead` wait to be taken."""
 
     def __init__(self, share: DecoderShare, num_ahead: int, on_arrival: Callable[[], None]) -> None:
@@ -198,6 +216,7 @@ class Decoder:
         self._process: SpawnProcess | None = None
         self._receiver: threading.Thread | None = None
         self._num_received = 0  # batches
+        self.awaits_file = False
         self._last: EndOfBatches | RowcastError | None = None  # once taken, nothing follows
 
     def start(self) -> None:
@@ -268,13 +287,17 @@ class Decoder:
                 if isinstance(message, SourceInfo):
                     self._info, self._file_states = message, {path: state_of(path) for path in message.paths}
                     self._opened.set()
+                elif isinstance(message, Waiting):
+                    self.awaits_file = True
                 elif isinstance(message, tuple):
                     self._enqueue(message)
                 else:
                     self._enqueue((message,))
                     return
 
-    def _message(self, arrays: ArrayReceiver) -> SourceInfo | tuple[Delivery, ...] | EndOfBatches | RowcastError:
+    def _message(
+        self, arrays: ArrayReceiver
+    ) -> SourceInfo | Waiting | tuple[Delivery, ...] | EndOfBatches | RowcastError:
         try:
             while isinstance(message := arrays.receive(), LogLine):
                 getattr(get_logger(), message.level)(**message.values)
@@ -282,7 +305,7 @@ class Decoder:
             return self._death()
         except Exception as error:  # noqa: BLE001 - unpickling can raise anything, and a silent receiver would hang the run
             return RowcastError(f"the decoding process sent an unreadable message ({type(error).__name__}: {error})")
-        received: SourceInfo | tuple[Delivery, ...] | EndOfBatches | RowcastError = message
+        received: SourceInfo | Waiting | tuple[Delivery, ...] | EndOfBatches | RowcastError = message
         return received
 
     def _enqueue(self, arrivals: Sequence[Message]) -> None:
@@ -290,6 +313,7 @@ class Decoder:
             self._room.wait(1.0)
         self._num_received += sum(isinstance(own, Delivery) for own in arrivals)
         self._arrived.extend(arrivals)
+        self.awaits_file = False
         self._opened.set()
         self._on_arrival()
 
@@ -318,15 +342,22 @@ class DecodedStream:
     """A `BatchStream` of `num_decoders` processes."""
 
     def __init__(
-        self, share: DecoderShare, *, num_ahead: int, on_arrival: Callable[[], None], timeline: Timeline | None
+        self,
+        share: DecoderShare,
+        *,
+        num_ahead: int,
+        on_arrival: Callable[[], None],
+        timeline: Timeline | None,
+        read: FilesRead,
     ) -> None:
-        """`share`: of the first process."""
+        """`share`: of the first process. `read`: of all streams."""
         self.counters = SourceCounters()
+        self._read = read
         self._timeline, self._columns, num_decoders = timeline, share.columns, share.num_decoders
         self._decoded_s: list[float | None] = [None] * num_decoders  # when each decoder had its last batch
         ahead = max(-(-num_ahead // num_decoders), min(LEAST_AHEAD, num_ahead))
         shares = [replace(share, index=index) for index in range(num_decoders)]
-        self._decoders = [Decoder(share, ahead, on_arrival) for share in shares]
+        self._decoders = [DecodingProcess(share, ahead, on_arrival) for share in shares]
         self._next_step = (share.start or Position()).step
         self._invalid_ids, self._blocked_s = [0] * num_decoders, [0.0] * num_decoders  # of each decoder
         self._ended = False
@@ -347,6 +378,7 @@ class DecodedStream:
         index = self._next_step % len(self._decoders)
         delivery = self._decoders[index].take()
         self.counters.queue_depth = sum(decoder.num_waiting for decoder in self._decoders)
+        self.counters.awaits_file = delivery is None and self._decoders[index].awaits_file
         if delivery is None:
             return None
         if isinstance(delivery, EndOfBatches):
@@ -355,6 +387,7 @@ class DecodedStream:
         step = delivery.scheduled.step
         assert step == self._next_step, f"decoder {index} gave step {step}, but step {self._next_step} follows"
         self._next_step += 1
+        self._read.add(delivery.files)
         self._show(index, delivery)
         self.counters.invalid_ids += delivery.invalid_ids - self._invalid_ids[index]
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
@@ -406,6 +439,7 @@ class WorkerSource(Source):
         num_ahead: int = NUM_AHEAD,
         on_arrival: Callable[[], None] = lambda: None,
         timeline: Timeline | None = None,
+        trained_on: TrainingData = NOTHING_READ,
     ) -> None:
         """`rank`: whose samples are decoded, after `num_whole` batches of all samples. If it owns placed tables, the
         ids of all samples are decoded always. The receivers' threads call `on_arrival` whenever a poll may return
@@ -418,10 +452,14 @@ class WorkerSource(Source):
             start=start,
             rank=rank,
             num_whole=num_whole,
+            trained_on=trained_on,
             index=0,
             num_decoders=job.prefetcher.workers if can_share(job) else 1,
         )
-        self._stream = partial(DecodedStream, num_ahead=num_ahead, on_arrival=on_arrival, timeline=timeline)
+        self.read = FilesRead(trained_on)
+        self._stream = partial(
+            DecodedStream, num_ahead=num_ahead, on_arrival=on_arrival, timeline=timeline, read=self.read
+        )
         self._decoded = self._new_streams()
         super().__init__(self._decoded[0], self._decoded[1] if len(self._decoded) > 1 else None)
 

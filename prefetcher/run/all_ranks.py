@@ -21,10 +21,18 @@ from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import OwnShard
 from rowcast.prefetcher.run.starting_point import RunOptions, settle_run
-from rowcast.runtime.children import END_S, POLL_S, Child, StopsChildren, ended_badly, ended_together, start_child
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.process import Signals
+from rowcast.runtime.process import (
+    END_S,
+    POLL_S,
+    Child,
+    Signals,
+    StopsChildren,
+    ended_badly,
+    ended_together,
+    start_child,
+)
 from rowcast.runtime.run_directory import RunDirectory, pair_folder, write_note
 from rowcast.runtime.telemetry.logs import get_logger
 

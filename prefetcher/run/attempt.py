@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 
+import msgspec
 import numpy as np
 
 from rowcast.job.file import with_ports_of_pair, with_tables_of_pair
@@ -21,23 +22,21 @@ from rowcast.job.tables import group_specs, points_in
 from rowcast.job.training_identity import check_can_evaluate
 from rowcast.job.units import parse_bytes, parse_seconds
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.checkpoints.interval import AttemptInterval
 from rowcast.prefetcher.checkpoints.restore import OwnShard, dense_content
-from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer, NoCheckpoints
-from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.checkpoints.writer import BarrierCheckpointer, CheckpointWriter, NoCheckpoints
 from rowcast.prefetcher.pipeline.barrier import Checkpointer
 from rowcast.prefetcher.pipeline.batch_checksums import first_checksums
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.key_exchange import KeyLinks, NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
-from rowcast.prefetcher.planner.placement import counted
+from rowcast.prefetcher.pipeline.planning import CheckpointClock
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, counted
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order, with_recorded_rule
 from rowcast.prefetcher.readers.id_check import check_id_types
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
-from rowcast.prefetcher.run.connection import Connection, Rings
+from rowcast.prefetcher.run.connection import Rings, TrainerConnection
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of, train_steps_of
 from rowcast.prefetcher.run.sizing import (
     Decisions,
@@ -48,8 +47,7 @@ from rowcast.prefetcher.run.sizing import (
     stage_threads,
     training_data,
 )
-from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, look, settle_run
-from rowcast.prefetcher.run.tables import Tables, checksum_of
+from rowcast.prefetcher.run.starting_point import RunOptions, StartingPoint, Tables, checksum_of, look, settle_run
 from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.redis_store import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
@@ -59,15 +57,14 @@ from rowcast.protocol.parts import InputSpec, batch_specs, belonging, rank_of
 from rowcast.protocol.scrape import serve_metrics
 from rowcast.protocol.transport.rank_links import RankLinks
 from rowcast.protocol.transport.ring_file import remove_leftovers, shared_memory
-from rowcast.runtime.checkpoint_manifest import Position, TrainingData
+from rowcast.runtime.checkpoint_manifest import NOTHING_READ, Position, TrainingData
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, PeerLost, RowcastError
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.process import Signals
 from rowcast.runtime.run_directory import Completion, RunDirectory, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S
+from rowcast.runtime.stages import IDLE_WAIT_S, Crew
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import build_info
 from rowcast.runtime.telemetry.timeline import Timeline
@@ -109,13 +106,11 @@ class PrefetcherAttempt:
             num_whole=MEASURED_BATCHES,
             on_arrival=partial(crew.wake, "planning"),
             timeline=run.counters.timeline,
+            trained_on=NOTHING_READ if newest is None or newest.trained_on is None else newest.trained_on,
         )
         self._writer: CheckpointWriter | None = None
-        self._connection = Connection(
+        self._connection = TrainerConnection(
             run.directory.path, transport, crew, run.signals, run.health, run.counters.timeline
-        )
-        self._interval = AttemptInterval(
-            run.job, run.checkpoints.root, run.checkpoints.disk, run.shard.number, run.options.mode
         )
 
     def live(self) -> None:
@@ -164,6 +159,10 @@ class PrefetcherAttempt:
 
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
         engine = self._connection.engine
+        if self._job.data.follow:
+            read = self._source.read
+            waiting = read.num_waiting(self._job)
+            idle = replace(idle, data_waiting_files=waiting, data_delay_seconds=read.delay_s)
         return idle if engine is None else gauges_of(engine, idle, self._source.counters.queue_depth)
 
     @property
@@ -187,7 +186,8 @@ class PrefetcherAttempt:
         folder = self._run.tables.folder if has_tier else None
         warm_up(tiers_in=folder, is_divided=self._run.rank.is_divided)  # while the child starts
         measured: list[ScheduledBatch] = []
-        while len(measured) < MEASURED_BATCHES and not self._source.ended and self._run.signals.stop_reason is None:
+        num_measured = self._num_measured
+        while len(measured) < num_measured and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()
             try:
                 batch = self._source.poll()
@@ -202,6 +202,14 @@ class PrefetcherAttempt:
             self._run.signals.bell.hush()
         self._source.put_back(measured)
         return measured
+
+    @property
+    def _num_measured(self) -> int:
+        """A restart with data.follow awaits only what its checkpoint's run had read ahead, which is there."""
+        if self.newest is None or not self._job.data.follow:
+            return MEASURED_BATCHES
+        ahead = {(batch.train_step, batch.eval_batch) for batch in self.newest.known_ahead(self._run.rank.parts)}
+        return max(1, min(len(ahead), MEASURED_BATCHES))
 
     def _check_belongs(self, measured: list[ScheduledBatch]) -> None:
         """Raises if the checkpoint belongs to another job or to other data, or if there is nothing to evaluate."""
@@ -219,9 +227,18 @@ class PrefetcherAttempt:
     @cached_property
     def _training_data(self) -> TrainingData:
         info = self._source.info()
+        if self._job.data.follow:
+            return self._followed(self._start)
         return training_data(info.dense_names, info.paths)
 
-    def _serve(self, connection: Connection, batches: list[ScheduledBatch]) -> None:
+    def _followed(self, position: Position) -> TrainingData:
+        """Returns what a checkpoint at `position` says about the files that arrive."""
+        names, data = tuple(self._source.info().dense_names), self._job.data
+        row, window = position.train_batch * data.batch_size, data.shuffle_window or 1
+        read = self._source.read.trained_on(row // window * window)
+        return msgspec.structs.replace(read, num_dense=len(names), dense_columns=names)
+
+    def _serve(self, connection: TrainerConnection, batches: list[ScheduledBatch]) -> None:
         run = self._run
         start = decide(self._job, run.groups, batches, run.rank)
         rings = connection.open_rings(start.sizes.ring_bytes)
@@ -234,8 +251,6 @@ class PrefetcherAttempt:
             welcome=self._welcome(connection, start, rings, len(restore), batches),
             source=self._source,
             planner=planner,
-            links=self._links(connection),
-            expected=() if self.newest is None else self.newest.known_ahead(run.rank.parts),
             stores=run.tables.stores,
             conversation=connection.conversation,
             rings=(rings.fetch, rings.back),
@@ -243,10 +258,16 @@ class PrefetcherAttempt:
             counters=run.counters,
         )
         engine.mode = run.options.mode
+        engine.planning.keys.links = self._links(connection)
+        if self.newest is not None:
+            engine.planning.checksums.expect(self.newest.known_ahead(run.rank.parts))
         if restore:
             engine.barrier.restore(restore)
-        engine.planning.pace = self._interval.pace(self.train_steps)
-        engine.planning.on_interval = self._interval.keep
+        every_seconds = self._job.checkpoint.every_seconds
+        if every_seconds is not None and self._run.shard.number == 0 and self._run.options.mode != "eval":
+            engine.planning.due.clock = CheckpointClock(every_seconds)
+        size = self._job.data.batch_size
+        engine.on_done = lambda position: self._source.read.trained(position.train_batch * size)
         connection.start(engine, {} if self._writer is None else {"checkpoint": self._writer.advance})
         connection.drive(engine, run.on_training, self._is_over)
         if self._writer is not None:
@@ -256,7 +277,7 @@ class PrefetcherAttempt:
         run.health.state = "stopped"
         self._log_end(engine)
 
-    def _links(self, connection: Connection) -> KeyLinks:
+    def _links(self, connection: TrainerConnection) -> KeyLinks:
         """Lets the prefetchers of the other ranks connect."""
         rank, ranks = self._run.rank, self._job.ranks
         if rank.count == 1:
@@ -291,6 +312,8 @@ class PrefetcherAttempt:
         )
         self._writer.on_offer = partial(self._crew.wake, "checkpoint")
         self._writer.machine = self._machine
+        if self._job.data.follow:
+            self._writer.trained_on = self._followed
         known = {} if self.newest is None else self.newest.id_types
         self._writer.id_types = {**known, **self._source.info().id_types}
         aside_bytes = parse_bytes(self._job.checkpoint.memory)
@@ -305,7 +328,7 @@ class PrefetcherAttempt:
         return Machine(threads=engine.welcome.machine.threads or own.threads, facts=own.facts)
 
     def _planner(self, start: Decisions, measured: Sequence[ScheduledBatch]) -> RowPlanner:
-        planner = job_planner(
+        return job_planner(
             self._job,
             self._run.groups,
             start.levels,
@@ -313,12 +336,10 @@ class PrefetcherAttempt:
             num_threads=stage_threads(self._job),
             rank=self._run.rank,
         )
-        planner.checkpoint_every = self._interval.known
-        return planner
 
     def _welcome(
         self,
-        connection: Connection,
+        connection: TrainerConnection,
         start: Decisions,
         rings: Rings,
         restore_bytes: int,
@@ -388,7 +409,7 @@ class PrefetcherAttempt:
         elif engine.finished and engine.barrier.finished:
             self._log.info("finished", after_train_steps=steps, invalid_ids=self._source.counters.invalid_ids)
         elif engine.finished:
-            self._log.info("stopped in order", after_train_steps=steps, reason=engine.planning.stop_reason)
+            self._log.info("stopped in order", after_train_steps=steps, reason=engine.planning.due.stop_reason)
 
 
 class PrefetcherRun:
@@ -441,6 +462,7 @@ class PrefetcherRun:
         idle = PrefetcherGauges(
             depth_plans=self.job.lookahead.depth,
             checkpoint_every_steps=train_steps_of(self.job.checkpoint.interval),
+            checkpoint_every_seconds=self.job.checkpoint.every_seconds or 0.0,
             slots=[SlotStates(0, 0, 0)] * len(self.groups),
             stores=self.tables.counts,
             shared_memory_size_bytes=size_bytes,

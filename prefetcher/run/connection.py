@@ -21,18 +21,16 @@ from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
 from rowcast.prefetcher.pipeline.engine import WAKES, PrefetcherEngine
 from rowcast.prefetcher.run.sizing import check_shared_memory
-from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.conversation import Conversation, PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.messages import Bye, RingSpec
-from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, create_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.process import STOPPING, Signals
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started
-from rowcast.runtime.stages import IDLE_WAIT_S, Stage
+from rowcast.runtime.stages import IDLE_WAIT_S, Crew, Stage
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import Timeline, recorded_stages
@@ -51,7 +49,7 @@ class Rings:
     specs: tuple[RingSpec, RingSpec]
 
 
-class Connection:
+class TrainerConnection:
     def __init__(
         self,
         folder: Path,
@@ -128,7 +126,7 @@ class Connection:
             timeline, {**engine.stages, **others}, mail="deliver", staging="stage", checkpoint="write"
         )
         engine.wake_after = self._crew.wake_after
-        self._crew.start(stages, engine.stall_clocks(), WAKES, engine.polls)
+        self._crew.start(stages, engine.stall_clocks(), WAKES, engine.looks_s)
         self.stack.callback(self._crew.stop)  # again, before the rings and stores are closed
 
     def drive(self, engine: PrefetcherEngine, on_training: Callable[[], None], is_over: Callable[[], bool]) -> None:

@@ -1,6 +1,6 @@
 """Implements `prefetcher keys`: makes the CURVE keys of `transport.keys` and checks them.
 
-`protocol/transport/callers.py` describes the files.
+`protocol/transport/endpoint.py` describes the files.
 """
 
 import os
@@ -13,7 +13,7 @@ import typer
 import zmq
 from typer import Option
 
-from rowcast.protocol.transport.callers import (
+from rowcast.protocol.transport.endpoint import (
     CLIENTS,
     PUBLIC_END,
     SECRET_END,

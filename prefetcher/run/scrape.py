@@ -22,6 +22,7 @@ class SlotStates(NamedTuple):
 class PrefetcherGauges(Gauges[Queue]):
     depth_plans: int
     checkpoint_every_steps: int  # train steps
+    checkpoint_every_seconds: float
     slots: Sequence[SlotStates]  # one per group
     in_flight_plans: int = 0
     horizon_batches: int = 0
@@ -29,6 +30,8 @@ class PrefetcherGauges(Gauges[Queue]):
     write_back_lag_plans: int = 0
     shared_memory_size_bytes: int = 0
     shared_memory_free_bytes: int = 0
+    data_waiting_files: int | None = None  # with data.follow
+    data_delay_seconds: float | None = None
     stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
 
 
@@ -41,7 +44,6 @@ def gauges_of(engine: PrefetcherEngine, idle: PrefetcherGauges, queued: int) -> 
     """Returns the values for a scrape. `queued`: decoded batches."""
     return replace(
         idle,
-        checkpoint_every_steps=train_steps_of(engine.planner.checkpoint_every),
         queue_depths={
             "batches": queued,
             "plans": len(engine.plans),

@@ -6,27 +6,29 @@ and leaves only what `rowcast.save` has asked for.
 
 import os
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import numpy as np
+import xxhash
 
 from rowcast.job.file import load_own_job
 from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier
-from rowcast.job.tables import KEY_SHIFT, ROW_MASK, GroupSpec, group_specs, table_specs
-from rowcast.prefetcher.checkpoints.snapshot import NoCheckpoints
+from rowcast.job.tables import GroupSpec, group_specs, table_specs
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.prefetcher.checkpoints.writer import CheckpointWriter, NoCheckpoints, collected
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
-from rowcast.prefetcher.pipeline.key_exchange import NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
-from rowcast.prefetcher.planner.capacity import Touched, slots_of
+from rowcast.prefetcher.planner.first_batches import Touched, slots_of
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
-from rowcast.prefetcher.readers.source import Source
-from rowcast.prefetcher.run.connection import Connection
-from rowcast.prefetcher.run.script_saves import ScriptSaves
+from rowcast.prefetcher.readers.source import NO_SAMPLES, ScriptIds, Source
+from rowcast.prefetcher.run.connection import TrainerConnection
 from rowcast.prefetcher.run.sizing import (
     Sizes,
     Typical,
@@ -36,21 +38,34 @@ from rowcast.prefetcher.run.sizing import (
     staging_bytes,
     tier_rows,
 )
-from rowcast.prefetcher.run.tables import LEAST_ROWS
+from rowcast.prefetcher.run.starting_point import LEAST_ROWS
 from rowcast.prefetcher.run.warm_up import warm_up
+from rowcast.prefetcher.stores.records import FirstColumns
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
-from rowcast.protocol.messages import PROTOCOL_VERSION, Ids, StopRequest, Welcome
+from rowcast.protocol.messages import (
+    PROTOCOL_VERSION,
+    SETUP,
+    Answer,
+    Ids,
+    Save,
+    SaveRequest,
+    ScriptSetup,
+    ScriptTable,
+    StopRequest,
+    Welcome,
+)
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
-from rowcast.protocol.script_setup import SETUP, Columns, ScriptSetup, ScriptTable
-from rowcast.runtime.arrays import F32, I64
-from rowcast.runtime.crew import Crew
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.arrays import I64
+from rowcast.runtime.checkpoint_manifest import Manifest, Position
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.runtime.process import Signals, run_until_stopped
 from rowcast.runtime.run_directory import RunDirectory
-from rowcast.runtime.stages import ThreadPool
+from rowcast.runtime.stages import POLL_S, Crew, ThreadPool
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.runtime.telemetry.metrics import Health
+from rowcast.runtime.tensor_file import BLOCK_BYTES
 
 ARRAY_BYTES = 16  # of a plan's arrays for each row
 
@@ -61,37 +76,11 @@ class ScriptStore(TrackedStore):
     def __init__(self, store: RowStore, group: GroupSpec, tables: Sequence[ScriptTable]) -> None:
         """`tables`: of the job."""
         super().__init__(store, group, seed=0)
-        self._columns = {table.index: tables[table.index].columns for table in group.tables}
         sizes = {table.index: table.num_embeddings for table in group.tables}
-        self._values = {
-            each: mapped(each, sizes[table])
-            for table, columns in self._columns.items()
-            for each in columns
-            if each.path
-        }
+        self._first = FirstColumns({table: tables[table].columns for table in sizes}, sizes)
 
     def fill_first(self, keys: Keys, places: I64, out: Records) -> None:
-        records, tables = out.view(np.float32), keys >> KEY_SHIFT
-        records[places] = 0
-        for table, columns in self._columns.items():
-            chosen, begin = np.flatnonzero(tables == table), 0
-            rows = keys[chosen] & ROW_MASK
-            for own in columns:
-                values = own.rule.rows(rows) if own.rule else self._values[own][rows] if own.path else own.value
-                records[places[chosen], begin : begin + own.width] = values
-                begin += own.width
-
-
-def mapped(columns: Columns, num_rows: int) -> F32:
-    """Raises ConfigError if the file does not hold as many rows."""
-    memory, row_bytes = np.memmap(columns.path, np.uint8, "r"), columns.row_bytes or 4 * columns.width
-    needed = columns.offset + (num_rows - 1) * row_bytes + 4 * columns.width
-    if len(memory) < needed:
-        raise ConfigError(
-            f"{columns.path} has {len(memory):,} bytes, and the first values of a table of {num_rows:,} rows take "
-            f"{needed:,}; leave the file as it is while the script trains"
-        )
-    return np.ndarray((num_rows, columns.width), np.float32, memory, columns.offset, (row_bytes, 4))
+        self._first.fill(keys, places, out)
 
 
 def serve(job: Job, signals: Signals) -> None:
@@ -103,7 +92,7 @@ def serve(job: Job, signals: Signals) -> None:
     )
     setup = msgspec.json.decode((job.run_dir / SETUP).read_bytes(), type=ScriptSetup)
     health = Health(dead_stage=crew.dead_stage)
-    connection = Connection(directory.path, job.transport, crew, signals, health, None)
+    connection = TrainerConnection(directory.path, job.transport, crew, signals, health, None)
     ids = ScriptIds(table_specs(job))
     with directory, connection.stack as stack:
         directory.clear_failure()
@@ -135,7 +124,7 @@ def serve(job: Job, signals: Signals) -> None:
 
 
 def make_engine(
-    job: Job, setup: ScriptSetup, connection: Connection, ids: ScriptIds, stores: tuple[ScriptStore, ...]
+    job: Job, setup: ScriptSetup, connection: TrainerConnection, ids: ScriptIds, stores: tuple[ScriptStore, ...]
 ) -> PrefetcherEngine:
     groups, depth = group_specs(job), job.lookahead.depth
     largest, distinct = (
@@ -176,14 +165,101 @@ def make_engine(
         welcome=welcome,
         source=Source(ids, None),
         planner=job_planner(job, groups, levels, (), num_threads=stage_threads(job)),
-        links=NoLinks(),
-        expected=(),
         stores=stores,
         conversation=connection.conversation,
         rings=(rings.fetch, rings.back),
         checkpointer=NoCheckpoints(),
         counters=new_counters(groups, UNDIVIDED.number),
     )
+
+
+class ScriptWriter(CheckpointWriter):
+    def __init__(self, job: Job, groups: tuple[GroupSpec, ...], request: SaveRequest) -> None:
+        checkpoints = Checkpoints(Path(request.folder), Disk())
+        newest = next((own for own in known(checkpoints) if own.checksum == request.after), None)
+        super().__init__(job, groups, request.run_id, None, checkpoints, newest, request.keep)
+        self.request = request
+
+    def content(self) -> dict[str, Any]:
+        return {"job": {}, "script": self.request.script}
+
+
+def known(checkpoints: Checkpoints) -> list[Manifest]:
+    return [own for name in checkpoints.candidates() if (own := checkpoints.readable(name)) is not None]
+
+
+class ScriptSaves:
+    """Writes the checkpoints of a training script that saves itself, with the writer of job runs.
+
+    write-back's thread    take: all rows before are in the stores | changed rows are frozen, the model state is queued
+    checkpoint's thread    advance: files, manifest, old ones go   | Answer, or why it failed
+    """
+
+    def __init__(
+        self, job: Job, groups: tuple[GroupSpec, ...], stores: tuple[TrackedStore, ...], send: Callable[[Answer], None]
+    ) -> None:
+        self.wake: Callable[[], None] = lambda: None  # of the checkpoint's thread
+        self._job, self._groups, self._stores, self._send = job, groups, stores, send
+        self._locked = ExitStack()
+        self._saving: tuple[Save, CheckpointWriter] | None = None
+        self._changing = threading.Lock()  # rows are frozen for a save, or no more
+
+    def take(self, message: Save) -> None:
+        while self._saving is not None:  # an interrupt has ended the script's wait for the last one
+            time.sleep(POLL_S)
+        if not message.request:
+            for store in self._stores:
+                store.settle()
+            return
+        try:
+            self._begin(message)
+        except (RowcastError, OSError) as error:
+            self._fail(message, error)
+
+    def _begin(self, message: Save) -> None:
+        request = msgspec.json.decode(message.request, type=SaveRequest)
+        self._locked.close()
+        self._locked.enter_context(RunDirectory(Path(request.folder), "prefetcher"))
+        writer = ScriptWriter(self._job, self._groups, request)
+        writer.begin(Position(step=request.step, train_step=request.step), finished=False, reason="rowcast.save")
+        self._saving = message, writer
+        self.wake()
+        hasher = xxhash.xxh3_64()
+        with Path(request.objects).open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                hasher.update(block)
+                while self._saving is not None and not writer.offer_dense(block):
+                    time.sleep(POLL_S)
+        with self._changing:
+            if self._saving is not None:  # it has not failed
+                frozen = [store.freeze(1.0) for store in self._stores]
+                writer.finish(hasher.hexdigest(), collected(self._stores, frozen))
+        self.wake()
+
+    def advance(self) -> bool:
+        if self._saving is None:
+            return False
+        message, writer = self._saving
+        try:
+            progress = writer.advance()
+        except RowcastError as error:
+            self._fail(message, error)
+            return True
+        if not writer.busy:
+            self._saving = None
+            self._send(Answer(number=message.number, records=b""))
+        return progress
+
+    def _fail(self, message: Save, error: Exception) -> None:
+        """The save before stays, and the script goes on: it knows which rows the next save needs."""
+        with self._changing:
+            self._saving = None
+            for store in self._stores:
+                store.thaw()
+        self._send(Answer(number=message.number, records=str(error).encode()))
+
+    def close(self) -> None:
+        self._locked.close()
 
 
 def main() -> int:

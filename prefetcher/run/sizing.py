@@ -27,17 +27,15 @@ from rowcast.job.tables import GroupSpec, aligned, batch_features, cuts, with_pl
 from rowcast.job.training_identity import check_belongs
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.pipeline.batch_checksums import check_first, file_checksums
-from rowcast.prefetcher.planner.capacity import Touched, hand_out, measure, slots_of
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
+from rowcast.prefetcher.planner.first_batches import Touched, Traffic, chosen, hand_out, measure, slots_of
 from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.grouping import JointGrouper
-from rowcast.prefetcher.planner.placement import Traffic, chosen
 from rowcast.prefetcher.planner.planner import Slots
 from rowcast.prefetcher.readers.data_files import sampled
 from rowcast.prefetcher.readers.source import SourceInfo
 from rowcast.prefetcher.stores.row_loops import stored_bytes
 from rowcast.prefetcher.stores.tier_budget import INDEX_BYTES, MOST_SLOTS, SLOT_BYTES, disk_shares
-from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, Lookups, Scheduled, ScheduledBatch
 from rowcast.protocol.parts import (
     UNDIVIDED,
@@ -48,7 +46,7 @@ from rowcast.protocol.parts import (
     samples_of,
     samples_of_part,
 )
-from rowcast.protocol.plan import ARRAY_ALIGNMENT
+from rowcast.protocol.plan import ARRAY_ALIGNMENT, MOST_ORDERED
 from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, GROUP_ARRAYS, Counts
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.protocol.transport.ring_file import free_shared_memory

@@ -7,27 +7,26 @@ import numpy as np
 
 from rowcast.job.optimizers import SparseOptimizer
 from rowcast.job.tables import GroupSpec, RecordPart, TableSpec
+from rowcast.prefetcher.pipeline.key_exchange import Unpacker, pack
 from rowcast.prefetcher.planner.exchange import ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import ALL_KEYS, NO_ROWS, NO_SLOTS
 from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.prefetcher.planner.horizon import OCCURRENCE, close_gaps, correct_cells, spread
-from rowcast.prefetcher.planner.key_lists import Unpacker, pack
 from rowcast.prefetcher.planner.planner import RowPlanner, share_key
-from rowcast.prefetcher.stores.all_stores import AllStores
-from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
-from rowcast.prefetcher.stores.elements import FiniteRows
-from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.cold.segments import page_layout
+from rowcast.prefetcher.stores.memory_store import AllStores, MemoryStore
+from rowcast.prefetcher.stores.records import FiniteRows
 from rowcast.prefetcher.stores.row_loops import BITS, gather_lines, scatter_lines
 from rowcast.prefetcher.stores.store import Records, finish
 from rowcast.prefetcher.stores.tier_loops import not_loaded, not_spilled
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.arrange import MOST_ORDERED
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.first_values import initial_rows
 from rowcast.protocol.parts import Rank, Shards
+from rowcast.protocol.plan import MOST_ORDERED
 from rowcast.runtime.compiled import STORES_PAST_CACHES, LoopCache
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 

@@ -1,19 +1,33 @@
-"""Defines the interface of a store, which holds the rows of one group; `tracked_store.py` adds what all stores
-share."""
+"""Defines the interface of a store, which holds the rows of one group, and that of a tiered store's cold rows.
+
+`tracked_store.py` adds what all stores share. A tiered store knows which rows are cold and the place of each;
+`ColdRows` knows the bytes at each place. A row has one place. Writing the row again gives it a new place, and the store
+frees the old one.
+
+    thread        calls of ColdRows
+    staging       tidy; hold, read for rows to be staged; write, free for rows that leave memory
+    fetcher       hold, read for rows that come too late
+    write-back    write, free for rows that have no slot in memory
+    checkpoint    hold, read
+
+All of these may run at the same time. Every method except `free` may block on the disk or the server.
+"""
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from rowcast.protocol.messages import TierTotals
 from rowcast.protocol.plan import GroupPlan
-from rowcast.runtime.arrays import I64, U64, Bytes
+from rowcast.runtime.arrays import I64, U32, U64, Bytes
 from rowcast.runtime.stages import POLL_S, ThreadPool
 
 if TYPE_CHECKING:
-    from rowcast.prefetcher.stores.stored_rows import StoredRows
+    from rowcast.prefetcher.stores.memory_store import StoredRows
+
 
 Keys = I64  # [n] ascending, distinct
 Records = Bytes  # [n, record_bytes]
@@ -173,15 +187,79 @@ def totals(stores: Iterable[StoreCounts | None]) -> TierTotals | None:
     if not tiers:
         return None
     return TierTotals(
-        rows_from_cold=sum(own.loaded for own in tiers),
-        rows_never_trained=sum(own.untouched_loaded for own in tiers),
-        rows_to_cold=sum(own.spilled for own in tiers),
-        rows_read_past_memory=sum(own.cold_reads for own in tiers),
-        late_rows=sum(own.late for own in tiers),
-        bytes_read=sum(own.bytes_read for own in tiers),
-        bytes_written=sum(own.bytes_written for own in tiers),
-        read_s=sum(own.read_seconds for own in tiers),
-        index_bytes=sum(own.index_bytes for own in tiers),
-        disk_bytes=sum(own.disk_used_bytes for own in tiers),
-        garbage_bytes=sum(own.disk_garbage_bytes for own in tiers),
+        rows_from_cold=sum(tier.loaded for tier in tiers),
+        rows_never_trained=sum(tier.untouched_loaded for tier in tiers),
+        rows_to_cold=sum(tier.spilled for tier in tiers),
+        rows_read_past_memory=sum(tier.cold_reads for tier in tiers),
+        late_rows=sum(tier.late for tier in tiers),
+        bytes_read=sum(tier.bytes_read for tier in tiers),
+        bytes_written=sum(tier.bytes_written for tier in tiers),
+        read_s=sum(tier.read_seconds for tier in tiers),
+        index_bytes=sum(tier.index_bytes for tier in tiers),
+        disk_bytes=sum(tier.disk_used_bytes for tier in tiers),
+        garbage_bytes=sum(tier.disk_garbage_bytes for tier in tiers),
     )
+
+
+Places = U32  # [n]
+
+NOWHERE = 2**32 - 1  # instead of a place: the row is not cold
+
+
+class Moved(NamedTuple):
+    """Rows whose bytes are now at two places. The tiered store frees one of the two."""
+
+    keys: I64  # [n] distinct, any order
+    old: Places
+    new: Places
+
+
+class ColdRows(Protocol):
+    """Keys are distinct and may have any order. Arrays belong to this object only until the call returns."""
+
+    most: int  # every place is below it; at most 2**32 - 2 - (slots of the tier)
+
+    # Counters, each written by this object and read by metrics at any time.
+    rows_read: int
+    rows_written: int  # also those that were moved
+    bytes_read: int  # from the disk or the server
+    bytes_written: int
+    read_seconds: float  # spent in `read` waiting for the disk or the server, summed over threads
+    used_bytes: int  # of the disk or the server
+    garbage_bytes: int  # of these, bytes of rows that were freed
+
+    def attach(self, places_of: Callable[[Keys], Places], settle: Callable[[Moved], None]) -> None:
+        """Called once, before any other method. `tidy` and `write` call both functions in their caller's thread. They
+        hold no lock that other methods need, and their caller must hold no lock that the functions take.
+
+        places_of(keys): each row's place, NOWHERE for rows that are not cold. Keys may be in any order and repeat.
+        settle(moved): under its lock, the store moves rows that are still at the old place to the new one. It then
+        calls `free` with the old places of these rows and the new places of all others."""
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Within it, every place that was in use when it was entered stays readable, even if it is freed.
+
+        A reader enters it before looking up places, because another thread may free them, or `tidy` move the rows,
+        before `read` begins: with cold.hold(): <look up places under the store's lock>; cold.read(...). Inside it, a
+        thread neither waits for other threads nor calls `write` or `tidy`."""
+
+    def write(self, keys: Keys, records: Records) -> Places:
+        """Returns each row's place; any thread can read it at once. Writes all rows, or none.
+
+        Raises RowcastError if there is no room, DataError if the disk failed, PeerLost if the server is lost."""
+
+    def read(self, keys: Keys, places: Places, out: Records) -> None:
+        """Copies the rows to `out` and checks every one. Raises DataError, which names the place and a row, if its
+        bytes are not those written."""
+
+    def free(self, keys: Keys, places: Places) -> None:
+        """Only a `hold` entered before still reads these rows there. Each place is freed once.
+
+        Neither blocks nor calls back, so the caller can free a row's old place under the lock that protects its new
+        one. Rows that are freed later still count as used room."""
+
+    def tidy(self) -> bool:
+        """If there is too much garbage, collects a bounded amount, about 1 MiB. Returns whether it did anything."""
+
+    def close(self) -> None:
+        """Frees everything; idempotent. No other call may be in progress."""

@@ -12,8 +12,8 @@ from rowcast.job.schema import Job
 from rowcast.job.stores import StoreWithTier, Tiered
 from rowcast.job.tables import GroupSpec
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS
+from rowcast.prefetcher.stores.cold.segments import page_layout
 from rowcast.prefetcher.stores.touched_rows import ROW_BYTES
 
 COPIES = 2  # of each row on the disk, one of them garbage

@@ -40,10 +40,21 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, ColdRows, Moved, Places
 from rowcast.prefetcher.stores.cold.segment_file import SegmentFile
-from rowcast.prefetcher.stores.store import FINISHED, Finished, Keys, ReadTicket, Records, RowStore, StoreCounts
-from rowcast.prefetcher.stores.stored_rows import StoredRows
+from rowcast.prefetcher.stores.memory_store import StoredRows
+from rowcast.prefetcher.stores.store import (
+    FINISHED,
+    NOWHERE,
+    ColdRows,
+    Finished,
+    Keys,
+    Moved,
+    Places,
+    ReadTicket,
+    Records,
+    RowStore,
+    StoreCounts,
+)
 from rowcast.prefetcher.stores.tier_budget import MOST_SLOTS, disk_shares
 from rowcast.prefetcher.stores.tier_loops import (
     ABSENT_ROW,

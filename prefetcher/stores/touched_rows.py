@@ -1,7 +1,7 @@
 """Numbers the rows of a group as they are first written, to index arrays and bits.
 
 `IndexedRows` keeps 4 bytes for each row of a group. In larger groups, `TouchedRows` keeps at most 12 bytes for each
-touched row: cells (`cell_loops.py`) map a row to its number and back to its key.
+touched row: cells (`number_loops.py`) map a row to its number and back to its key.
 """
 
 import mmap
@@ -13,18 +13,20 @@ from contextlib import contextmanager
 import numpy as np
 
 from rowcast.job.tables import KEY_SHIFT, GroupSpec, make_keys
-from rowcast.prefetcher.stores.cell_loops import (
+from rowcast.prefetcher.stores.number_loops import (
     BUCKET,
     FULL_PERCENT,
     MOVED_AT_ONCE,
     REACH,
     SIZE,
     add,
+    add_to_index,
     find,
+    find_in_index,
     layout_for,
     select,
+    select_in_index,
 )
-from rowcast.prefetcher.stores.index_loops import add_to_index, find_in_index, select_in_index
 from rowcast.prefetcher.stores.store import Keys
 from rowcast.runtime.arrays import I64, U32, U64
 from rowcast.runtime.errors import RowcastError

@@ -4,24 +4,222 @@
                 <hash>.lock     locked by it as long as it lives
 
 A killed process leaves both files. The next process that serves any run there can take their lock, and removes them.
+
+    keys/                    0700
+      server.key             the prefetcher's public key: a trainer connects to no other prefetcher
+      server.key_secret      0600, only on the prefetcher's host
+      clients/               0700
+        NAME.key             a trainer that may connect; removing the file excludes it
+        NAME.key_secret      0600, only on that trainer's host
+
+Files have the format of `zmq.auth` certificates. On one host both sides may use the same folder; a trainer on another
+host needs only `server.key` and its `clients/NAME.key_secret`. `prefetcher keys` makes and checks them.
+
+    caller -- CURVE handshake --> socket -- ZAP request: address, public key --> ClientAuth.answer, on the link's thread
+                                         <-- 200, or 400 --------------------
 """
 
+import hashlib
 import os
 import re
 import stat
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
 
 import xxhash
 import zmq
+from zmq.auth import load_certificate
+from zmq.utils import z85
 
 from rowcast.job.schema import Transport
-from rowcast.protocol.transport.callers import DOMAIN, ClientAuth, Refusals, load_client, load_server
 from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, advice
+from rowcast.runtime.telemetry.logs import get_logger
+
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # RFC 27
+ZAP_VERSION = b"1.0"
+DOMAIN = b"rowcast"
+SERVER = "server"
+CLIENTS = "clients"
+PUBLIC_END, SECRET_END = ".key", ".key_secret"
+KEY_BYTES = 32
+LOG_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyPair:
+    public: bytes  # z85, 40 characters
+    secret: bytes = field(repr=False)  # z85, 40 characters
+
+
+def fingerprint(public: bytes) -> str:
+    """Names a key in logs: 16 hex digits of the SHA-256 of the z85 public key."""
+    return hashlib.sha256(public).hexdigest()[:16]
+
+
+def load_server(keys: Path) -> KeyPair:
+    """Returns the prefetcher's pair. Raises ConfigError."""
+    check_folder(keys)
+    check_folder(keys / CLIENTS)
+    return load_pair(keys / f"{SERVER}{SECRET_END}")
+
+
+def load_client(keys: Path) -> tuple[KeyPair, bytes]:
+    """Returns the trainer's pair and the prefetcher's public key. Raises ConfigError."""
+    check_folder(keys)
+    check_folder(keys / CLIENTS)
+    secrets = sorted((keys / CLIENTS).glob(f"*{SECRET_END}"))
+    if len(secrets) != 1:
+        raise ConfigError(
+            f"{keys / CLIENTS} holds {len(secrets)} secret keys (*{SECRET_END}); "
+            "leave this trainer's own there, and no other"
+        )
+    return load_pair(secrets[0]), load_public(keys / f"{SERVER}{PUBLIC_END}")
+
+
+def allowed_clients(keys: Path) -> dict[bytes, str]:
+    """Maps the public key of every trainer that may connect now to its name. A bad file admits no trainer."""
+    allowed = {}
+    for path in sorted((keys / CLIENTS).glob(f"*{PUBLIC_END}")):
+        try:
+            allowed[load_public(path)] = path.stem
+        except ConfigError:
+            continue  # `prefetcher keys --check` names it
+    return allowed
+
+
+def load_pair(path: Path) -> KeyPair:
+    """Raises ConfigError if other users could read the secret, or the two keys do not match."""
+    _check_owned(path, stat.S_IFREG, 0o600, "a file", f"chmod 600 {path}")
+    public, secret = _load(path)
+    if secret is None or not _is_key(secret):
+        raise ConfigError(f"{path} holds no secret key; make a new one with `prefetcher keys`")
+    if zmq.curve_public(secret) != public:
+        raise ConfigError(
+            f"the public and the secret key in {path} do not belong together; make new ones with `prefetcher keys`"
+        )
+    return KeyPair(public=public, secret=secret)
+
+
+def load_public(path: Path) -> bytes:
+    """Raises ConfigError if other users could have changed the file, or if it holds a secret, which must not be
+    copied."""
+    _check_owned(path, stat.S_IFREG, 0o755, "a file", f"chmod 644 {path}")
+    public, secret = _load(path)
+    if secret is not None:
+        raise ConfigError(f"{path} is for a public key, but holds a secret one; make new ones with `prefetcher keys`")
+    return public
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if other users could add keys there."""
+    _check_owned(folder, stat.S_IFDIR, 0o755, "a folder", f"chmod 700 {folder}")
+
+
+def _load(path: Path) -> tuple[bytes, bytes | None]:
+    try:
+        public, secret = load_certificate(path)
+    except (OSError, ValueError, IndexError) as error:
+        raise ConfigError(f"{path} holds no key ({error}); make a new one with `prefetcher keys`") from error
+    if not _is_key(public):
+        raise ConfigError(f"{path} holds no public key of 40 characters; make a new one with `prefetcher keys`")
+    return public, secret
+
+
+def _is_key(text: bytes) -> bool:
+    try:
+        return len(z85.decode(text)) == KEY_BYTES
+    except (ValueError, KeyError, struct.error):
+        return False
+
+
+def _check_owned(path: Path, kind: int, most: int, name: str, remedy: str) -> None:
+    """Raises ConfigError unless the path is of this kind, belongs to this user, and has no mode bits beyond `most`."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be used ({error.strerror}); set transport.keys to a folder that `prefetcher keys` made"
+        ) from error
+    if stat.S_IFMT(status.st_mode) != kind or status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & ~most:
+        raise ConfigError(
+            f"{path} must be {name} of user {os.getuid()} with no more than mode {most:04o}, but it belongs to user "
+            f"{status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; {remedy}"
+        )
+
+
+class Refusals:
+    """Counts refused frames and callers, and logs them at a limited rate, so that no caller can flood the log.
+
+    Used by the link's thread; any thread may read `count`."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count = 0  # frames of strangers, and refused callers
+        self._clock = clock
+        # sentence -> time of its last log line, and number of lines suppressed since
+        self._logged: dict[str, tuple[float, int]] = {}
+
+    def note(self, what: str, **context: object) -> None:
+        self.count += 1
+        self.say(what, **context)
+
+    def say(self, what: str, **context: object) -> None:
+        """Logs `what`, a fixed sentence, at most once in `LOG_EVERY_S`, with the number suppressed since."""
+        last_s, num_suppressed = self._logged.get(what, (None, 0))
+        now_s = self._clock()
+        if last_s is not None and now_s - last_s < LOG_EVERY_S:
+            self._logged[what] = (last_s, num_suppressed + 1)
+            return
+        self._logged[what] = (now_s, 0)
+        get_logger().warning(what, **context, more=num_suppressed)
+
+
+class ClientAuth:
+    """The prefetcher's ZAP handler. Call `open` before the guarded socket is bound; close `sockets` after that socket.
+
+    The keys are reread for each caller, so removing a file excludes its holder without a restart. Any error refuses the
+    caller."""
+
+    REFUSED = (b"400", b"this key is not allowed")  # the caller does not try again
+
+    def __init__(self, keys: Path, refusals: Refusals) -> None:
+        self.sockets: list[zmq.Socket[bytes]] = []  # the socket that receives requests, once it is open
+        self._keys = keys
+        self._refusals = refusals
+
+    def open(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self.sockets.append(context.socket(zmq.REP))
+        self.sockets[0].bind(ZAP_ENDPOINT)
+
+    def answer(self) -> None:
+        for asked in self.sockets:
+            while int(asked.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                asked.send_multipart(self._answer_to(asked.recv_multipart(zmq.NOBLOCK)))
+
+    def _answer_to(self, request: list[bytes]) -> list[bytes]:
+        _, request_id, _, address, _, mechanism, *credentials = request  # RFC 27, version 1.0, from our own libzmq
+        name = self._name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
+        if name is None:
+            self._refuse(address.decode(errors="replace"), credentials)
+        status = self.REFUSED if name is None else (b"200", b"OK")
+        return [ZAP_VERSION, request_id, *status, (name or "").encode(), b""]
+
+    def _name_of(self, raw_key: bytes) -> str | None:
+        try:
+            return allowed_clients(self._keys).get(z85.encode(raw_key))
+        except (OSError, ValueError):
+            return None
+
+    def _refuse(self, address: str, credentials: list[bytes]) -> None:
+        key = fingerprint(z85.encode(credentials[0])) if credentials else "none"
+        # the router counts it when it disconnects
+        self._refusals.say(f"refused a caller whose key is not in {CLIENTS}/", address=address, key=key)
+
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Sockets = Sequence["zmq.Socket[bytes]"]
@@ -66,11 +264,11 @@ def make_private(directory: Path) -> None:
             f"the directory for sockets, {directory}, cannot be made ({error.strerror}); let user {os.getuid()} write "
             f"to {directory.parent}, or set XDG_RUNTIME_DIR to a directory of that user"
         ) from error
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{directory} must be a directory of user {os.getuid()} with mode 0700, but it belongs to user "
-            f"{found.st_uid} and has mode {stat.S_IMODE(found.st_mode):04o}; remove it or set XDG_RUNTIME_DIR"
+            f"{status.st_uid} and has mode {stat.S_IMODE(status.st_mode):04o}; remove it or set XDG_RUNTIME_DIR"
         )
 
 
@@ -126,8 +324,8 @@ def remove_if_dead(lock: Path, socket: Path) -> None:
     try:
         if not try_lock(descriptor, lock):
             return
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
             if socket.is_socket() and not socket.is_symlink():
                 socket.unlink()
             lock.unlink()
@@ -243,7 +441,7 @@ def is_ipv6(endpoint: str) -> bool:
     if host.startswith("["):
         return True
     try:
-        families = {found[0] for found in getaddrinfo(host, port, type=SOCK_STREAM)}
+        families = {address[0] for address in getaddrinfo(host, port, type=SOCK_STREAM)}
     except OSError:
         return False
     return AF_INET not in families

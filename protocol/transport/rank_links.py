@@ -36,20 +36,11 @@ import zmq
 from zmq.utils import z85
 
 from rowcast.protocol.parts import Rank
-from rowcast.protocol.transport.callers import (
-    DOMAIN,
-    KEY_BYTES,
-    MOST_STRANGERS,
-    ClientAuth,
-    Connection,
-    Connections,
-    Refusals,
-    has_news,
-    next_message,
-)
+from rowcast.protocol.transport.endpoint import DOMAIN, KEY_BYTES, ClientAuth, Refusals
+from rowcast.protocol.transport.zmq_ends import MOST_STRANGERS, Connections, OpenConnection, has_news, next_message
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
-from rowcast.runtime.network import own_addresses
+from rowcast.runtime.machine import own_addresses
 from rowcast.runtime.ranges import Number, Text
 from rowcast.runtime.run_directory import pair_folder
 
@@ -90,7 +81,7 @@ class Other:
     num_told: int = 0  # connections of ours that it has seen
     num_taken: int = 0  # messages
     num_connections: int = 0  # of its own, that frames came from
-    connection: Connection | None = None  # the newest of them
+    connection: OpenConnection | None = None  # the newest of them
 
     @property
     def is_joined(self) -> bool:
@@ -122,8 +113,10 @@ class RankAuth(ClientAuth):
 
     def _name_of(self, raw_key: bytes) -> str | None:
         key = z85.encode(raw_key).decode()
-        found = (read_listens(other.path) for other in self._others)
-        return next((f"rank {own.attempt}" for own in found if own is not None and own.key == key), None)
+        listening = (read_listens(other.path) for other in self._others)
+        return next(
+            (f"rank {listens.attempt}" for listens in listening if listens is not None and listens.key == key), None
+        )
 
 
 class RankLinks:
@@ -147,7 +140,7 @@ class RankLinks:
         self._attempt = 1 + secrets.randbelow(2**61)
         self._path = pair_folder(run_dir, number, count) / LISTENS
         self._others = {
-            own: Other(own, pair_folder(run_dir, own, count) / LISTENS) for own in range(count) if own != number
+            rank: Other(rank, pair_folder(run_dir, rank, count) / LISTENS) for rank in range(count) if rank != number
         }
         self._is_only_host = is_only_host
         self._on_receive = on_receive
@@ -219,8 +212,8 @@ class RankLinks:
         os.eventfd_write(self._wake, 1)
         self._thread.join()
         os.close(self._wake)
-        own = read_listens(self._path)
-        if own is not None and own.attempt == self._attempt:
+        listens = read_listens(self._path)
+        if listens is not None and listens.attempt == self._attempt:
             with suppress(OSError):
                 self._path.unlink()
 
@@ -344,7 +337,7 @@ class RankLinks:
         if is_new:
             self._on_receive()
 
-    def _note_connection(self, other: Other, connection: Connection | None) -> None:
+    def _note_connection(self, other: Other, connection: OpenConnection | None) -> None:
         """Asks at once for what may be lost, if it is a new one."""
         if connection is None or connection is other.connection:
             return

@@ -42,6 +42,7 @@ ALIGNMENT = 64
 GUARD_BYTES = 64
 GUARD_WORDS = 3  # stamp, position, length
 MIN_CAPACITY = 16 * ALIGNMENT
+Payload = tuple[memoryview, ...]  # the bytes of a piece in order, if they travel; may be empty
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,11 +90,11 @@ class RingEnd:
 
     def _check_guards(self, ref: RingRef, stamp: int) -> None:
         for guard, side in zip(self._guards(ref), ("before", "after"), strict=True):
-            found = tuple(guard.tolist())
-            if found != (stamp, ref.position, ref.nbytes):
+            words = tuple(guard.tolist())
+            if words != (stamp, ref.position, ref.nbytes):
                 raise RemoteProtocolError(
                     f"the guard {side} the piece at position {ref.position} of a ring holds stamp, position and length "
-                    f"{found}, but {(stamp, ref.position, ref.nbytes)} was announced"
+                    f"{words}, but {(stamp, ref.position, ref.nbytes)} was announced"
                 )
 
     def _guards(self, ref: RingRef) -> tuple[I64, I64]:
@@ -225,9 +226,9 @@ class RingReader(RingEnd):
                 self._newest_end = ref.end
                 self._open.append(OpenPiece(ref, stamp))
         payload = self._bytes_at(ref.position, ref.nbytes)
-        if ref.checksum is not None and (found := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum:
+        if ref.checksum is not None and (digest := xxhash.xxh3_64_intdigest(payload.data)) != ref.checksum:
             raise RemoteProtocolError(
-                f"the piece at position {ref.position} of a ring has checksum {found:016x}; "
+                f"the piece at position {ref.position} of a ring has checksum {digest:016x}; "
                 f"{ref.checksum:016x} was announced"
             )
         return payload

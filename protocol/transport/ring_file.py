@@ -93,12 +93,12 @@ class RingFile:
         except OSError as error:
             change = advice(error.errno, "run both processes on one host, as one user, with one /dev/shm")
             raise ConfigError(f"the ring {path} cannot be opened ({error.strerror}); {change}") from error
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_size != nbytes:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.getuid() or status.st_size != nbytes:
             os.close(descriptor)
             raise ConfigError(
-                f"the ring {path} has {found.st_size} bytes and belongs to user {found.st_uid}, but {nbytes} bytes of "
-                f"user {os.getuid()} were announced; start both processes again as one user"
+                f"the ring {path} has {status.st_size} bytes and belongs to user {status.st_uid}, but {nbytes} bytes "
+                f"of user {os.getuid()} were announced; start both processes again as one user"
             )
         return cls(path, descriptor, nbytes, owner=False)
 
@@ -193,8 +193,8 @@ def _remove_if_left(path: Path) -> bool:
     except OSError:
         return False  # a link or a device, so not ours
     try:
-        found = os.fstat(descriptor)
-        left = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and try_lock(descriptor, path)
+        status = os.fstat(descriptor)
+        left = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and try_lock(descriptor, path)
         if left:
             path.unlink(missing_ok=True)
         return left

@@ -3,30 +3,35 @@
 One thread opens an end, and one thread then uses it. ZMQ does not guarantee delivery: it adds framing, connecting in
 either order, a notice when the peer is gone, and encryption over tcp. The frames of a gone peer can be received only
 while the socket stays connected, so the link acts on `peer_gone` after receiving everything.
+
+If the two ends share no memory, the bytes of a message's payload follow its frame in the same message:
+
+    | frame | payload ... | payload ... |          parts of at most MAX_PART_BYTES; none without a payload
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from socket import IPPROTO_TCP, SHUT_RDWR, TCP_INFO, socket
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from rowcast.protocol.codec import MAX_FRAME_BYTES, decode, encode, greeted_version
 from rowcast.protocol.messages import PROTOCOL_VERSION, Envelope, Failure, Hello
-from rowcast.protocol.transport.callers import (
-    CLIENTS,
-    MOST_STRANGERS,
-    Connection,
-    Connections,
-    Refusals,
-    has_news,
-    next_message,
-)
-from rowcast.protocol.transport.endpoint import Address
-from rowcast.protocol.transport.link import MAX_PART_BYTES, Payload, parts_of
+from rowcast.protocol.session import MAX_FRAME_BYTES, decode, encode, greeted_version
+from rowcast.protocol.transport.endpoint import CLIENTS, Address, Refusals
+from rowcast.protocol.transport.ring import Payload
 from rowcast.runtime.errors import ConfigError, RemoteProtocolError
 from rowcast.runtime.machine import OtherProcess, at_other_end
 
+# an unknown caller can make us allocate the largest part, so a long payload travels in several
+MAX_PART_BYTES = 2**20
+MOST_STRANGERS = 64
+PART_OVERHEAD_BYTES = 128  # upper limit for framing, encryption and a frame's fraction of the handshake
+SLACK_BYTES = 16 * 2**20  # the kernel's buffer, and what libzmq is processing
+BYTES_RECEIVED_AT = 128  # tcpi_bytes_received, u64, in Linux's struct tcp_info
 CURVE_BYTES = 64  # slightly more than encryption adds to a part
 # the largest frame that a caller can make us allocate
 MAX_MESSAGE_BYTES = max(MAX_FRAME_BYTES, MAX_PART_BYTES) + CURVE_BYTES
@@ -43,6 +48,113 @@ REFUSAL = encode(
         ),
     )
 )
+
+
+def has_news(zmq_socket: "zmq.Socket[bytes]") -> bool:
+    """Costs less than a poll, and than an error where nothing has arrived."""
+    return bool(int(zmq_socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def next_message(zmq_socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
+    """Returns [] if there is none: of a message in parts, a connection that broke leaves nothing but the news."""
+    try:
+        return zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return []
+
+
+@dataclass(slots=True, eq=False)
+class OpenConnection:
+    """What one caller has delivered. libzmq would store an endless message without a limit:
+
+    received by the kernel | ....... delivered to us ....... | backlog |
+    """
+
+    num_messages: int = 0
+    delivered_bytes: int = 0
+    is_known: bool = False
+
+    def deliver(self, parts: Sequence[zmq.Frame]) -> None:
+        self.num_messages += 1
+        self.delivered_bytes += sum(len(part.buffer) + PART_OVERHEAD_BYTES for part in parts)
+
+    def has_backlog(self, descriptor: int, limit_bytes: int) -> bool:
+        """Returns whether more than `limit_bytes` are outstanding: our messages never need that. Raises OSError if the
+        descriptor is not a connection."""
+        with borrowed(descriptor) as connection:
+            info = connection.getsockopt(IPPROTO_TCP, TCP_INFO, BYTES_RECEIVED_AT + 8)
+        received = int(struct.unpack_from("Q", info, BYTES_RECEIVED_AT)[0])
+        return received - self.delivered_bytes > limit_bytes + SLACK_BYTES
+
+
+@contextmanager
+def borrowed(descriptor: int) -> Iterator[socket]:
+    """The socket of a descriptor that stays open."""
+    connection = socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()
+
+
+class Connections:
+    """The connections of a socket that listens. Above a limit, the oldest strangers' are cut off.
+
+    libzmq accepts whoever connects, and keeps a caller without a key until its time for the handshake is over. The
+    run's callers are those whose messages were taken (`is_known`): they are never cut off. Used by the thread that has
+    the socket."""
+
+    EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+    monitor: "zmq.Socket[bytes]"  # of the socket, for EVENTS; set before the first call
+
+    def __init__(self, most: int, refusals: Refusals, on_end: Callable[[OpenConnection], None]) -> None:
+        """`most`: that may be open. Calls `on_end` once for each that was cut off or has ended."""
+        self._most, self._refusals, self._on_end = most, refusals, on_end
+        self._open: dict[int, OpenConnection] = {}  # by current descriptor, oldest first
+
+    def of(self, frame: zmq.Frame) -> OpenConnection | None:
+        """Returns the connection that a frame came from; None if it has ended."""
+        return self._open.get(int(frame.get(zmq.SRCFD)))
+
+    def read_events(self) -> None:
+        while has_news(self.monitor):
+            event = recv_monitor_message(self.monitor)
+            ended = self._open.pop(event["value"], None)
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._open[event["value"]] = OpenConnection()  # the dict keeps the order of arrival
+            elif ended is not None:  # otherwise it was cut off
+                self._on_end(ended)
+
+    def limit(self) -> None:
+        """Reads events, and cuts off the oldest strangers above the limit."""
+        self.read_events()
+        strangers = [item for item in self._open.items() if not item[1].is_known]
+        for descriptor, connection in strangers[: max(0, len(self._open) - self._most)]:
+            self._refusals.say("cut off the oldest caller, as too many were connected", most=self._most)
+            self._cut_off(descriptor, connection)
+
+    def cut_off_endless(self, limit_bytes: int) -> None:
+        """Cuts off callers with more than `limit_bytes` outstanding."""
+        for descriptor, connection in list(self._open.items()):
+            with suppress(OSError):  # already closed
+                if connection.has_backlog(descriptor, limit_bytes):
+                    self._refusals.note("cut off a caller that sent a message without end")
+                    self._cut_off(descriptor, connection)
+
+    def _cut_off(self, descriptor: int, connection: OpenConnection) -> None:
+        """Frees a caller's descriptor and memory, even while its time for the handshake is still running."""
+        with suppress(OSError):  # already closed, as an event reports
+            held = os.dup(descriptor)
+            try:
+                # libzmq reports a close before it closes: if none is reported now, `held` is this connection
+                self.read_events()
+                if self._open.get(descriptor) is connection:
+                    with borrowed(held) as caller:
+                        caller.shutdown(SHUT_RDWR)
+            finally:
+                os.close(held)
+        if self._open.get(descriptor) is connection:
+            self._on_end(self._open.pop(descriptor))
 
 
 class ZmqEnd:
@@ -176,7 +288,7 @@ class Router(ZmqEnd):
         if self._address.has_payloads:
             self._connections.cut_off_endless(self._limit_bytes)
 
-    def _note_end(self, connection: Connection) -> None:
+    def _note_end(self, connection: OpenConnection) -> None:
         if connection.is_known:
             self.peer_gone = True
         elif not connection.num_messages:
@@ -243,7 +355,7 @@ class Dealer(ZmqEnd):
     def __init__(self, address: Address, refusals: Refusals, limit_bytes: int) -> None:
         super().__init__(address, refusals, limit_bytes)
         self._descriptor: int | None = None
-        self._connection = Connection()
+        self._connection = OpenConnection()
         self._connected = False
 
     def _attach(self) -> None:
@@ -262,7 +374,7 @@ class Dealer(ZmqEnd):
             event = recv_monitor_message(self.monitor)
             kind = event["event"]
             if kind == zmq.EVENT_CONNECTED:
-                self._descriptor, self._connection = event["value"], Connection()
+                self._descriptor, self._connection = event["value"], OpenConnection()
                 self.peer_process = at_other_end(self._descriptor)
             elif kind == zmq.EVENT_DISCONNECTED:
                 self._descriptor = None
@@ -307,3 +419,7 @@ def is_greeting(frame: bytes) -> bool:
     except RemoteProtocolError:
         return greeted_version(frame) not in (None, PROTOCOL_VERSION)
     return envelope.sequence == 0 and isinstance(envelope.message, Hello)
+
+
+def parts_of(payload: memoryview) -> list[memoryview]:
+    return [payload[start : start + MAX_PART_BYTES] for start in range(0, len(payload), MAX_PART_BYTES)]

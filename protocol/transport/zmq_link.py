@@ -20,10 +20,9 @@ from typing import Self
 import zmq
 
 from rowcast.job.schema import Transport
-from rowcast.protocol.codec import MAX_FRAME_BYTES
-from rowcast.protocol.transport.callers import Refusals
-from rowcast.protocol.transport.endpoint import address_of
-from rowcast.protocol.transport.link import Payload, silent
+from rowcast.protocol.session import MAX_FRAME_BYTES
+from rowcast.protocol.transport.endpoint import Refusals, address_of
+from rowcast.protocol.transport.ring import Payload
 from rowcast.protocol.transport.zmq_ends import QUEUE_FRAMES, Dealer, Router, ZmqEnd
 from rowcast.runtime.errors import LocalProtocolError, RemoteProtocolError
 from rowcast.runtime.run_directory import Role
@@ -33,6 +32,9 @@ FULL_RETRY_MS = 20
 RECEIVE_BATCH = 1024  # frames received before the outbox is sent
 CHECK_MS = 1000  # between checks of the backlog
 INBOX_BYTES = 16 * MAX_FRAME_BYTES  # frames in the inbox; the rings bound payloads separately
+
+
+def silent() -> None: ...
 
 
 class ZmqLink:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from rowcast.job.removed import removed_option
+from rowcast.job.section import removed_option
 from rowcast.runtime.errors import closest
 from rowcast.runtime.process import run_command
 

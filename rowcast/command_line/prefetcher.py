@@ -6,7 +6,7 @@ from rowcast.runtime.process import run_until_stopped
 
 SHOWN = {
     "run": Subcommand(
-        "rowcast.prefetcher.run.command:run",
+        "rowcast.prefetcher.run.commands:run",
         "Serve one training run. Start `trainer run` with the same job file, before or after. A run that was "
         "stopped or killed continues from its newest checkpoint.",
         run_until_stopped,

@@ -3,7 +3,7 @@
 from rowcast.command_line import Subcommand, command_line
 from rowcast.runtime.process import run_until_stopped
 
-CHECKPOINTS = "rowcast.prefetcher.checkpoints.commands"
+CHECKPOINTS = "rowcast.prefetcher.run.commands"
 ANALYSIS = "rowcast.analysis"
 
 SUBCOMMANDS = {
@@ -41,6 +41,11 @@ SUBCOMMANDS = {
         "Make a run directory whose run starts from another run's model and optimizer state, or from the rows and "
         "dense weights of a file.",
     ),
+    "forget": Subcommand(
+        f"{CHECKPOINTS}:forget",
+        "Give rows that a stopped run has not trained for long their first values, so that they take no room: "
+        "--run runs/clicks --untrained-for 100000",
+    ),
     "verify": Subcommand(
         f"{CHECKPOINTS}:verify",
         "Read every byte of a run's checkpoints and tell which are whole. Exit code 4 if one is damaged.",
@@ -64,7 +69,7 @@ SUBCOMMANDS = {
         "Estimate how long a step takes and what bounds it: before a run, or from a recorded one.",
     ),
     "timeline": Subcommand(
-        f"{ANALYSIS}.timeline.timeline:timeline",
+        f"{ANALYSIS}.timeline:timeline",
         "Merge what `rowcast train --timeline` recorded into one file for Perfetto or chrome://tracing.",
     ),
 }

@@ -10,7 +10,7 @@ SUBCOMMANDS = {
         run_until_left,
     ),
     "rates": Subcommand(
-        "rowcast.analysis.estimate.rates.measure:rates",
+        "rowcast.analysis.estimate.measure:rates",
         "Measure this device for `rowcast estimate --rates`: kernels, copies, and the host's share of a step.",
     ),
     "eval": Subcommand(

@@ -36,8 +36,8 @@ def open_missing_descriptors() -> None:
 def make_lasting(name: Literal["stdout", "stderr"]) -> None:
     """Makes this process's `sys.stdout` or `sys.stderr` a LastingStream."""
     open_missing_descriptors()
-    found = getattr(sys, name) or open(("stdout", "stderr").index(name) + 1, "w", closefd=False)  # noqa: SIM115 - stays open
-    setattr(sys, name, cast(TextIO, LastingStream(found)))
+    stream = getattr(sys, name) or open(("stdout", "stderr").index(name) + 1, "w", closefd=False)  # noqa: SIM115 - stays open
+    setattr(sys, name, cast(TextIO, LastingStream(stream)))
 
 
 def open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:

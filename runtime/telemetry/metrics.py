@@ -84,6 +84,10 @@ OF_PREFETCHER = {
     "rowcast_in_flight_plans": "Plans sent whose PlanDone has not come.",
     "rowcast_horizon_batches": "Batches of ids that a plan looks ahead.",
     "rowcast_known_batches": "Batches of ids known now beyond the newest plan.",
+    "rowcast_data_waiting_files": "Files in the folder that are not trained to their end (data.follow).",
+    "rowcast_data_delay_seconds": (
+        "Time from the end of writing the last trained file until its last step was done (data.follow)."
+    ),
     "rowcast_slots_free{group}": "Slots that hold no row.",
     "rowcast_slots_clean{group}": "Slots whose row has the value of the store.",
     "rowcast_slots_dirty{group}": "Slots whose row was trained since its fill.",
@@ -110,9 +114,8 @@ OF_PREFETCHER = {
     "rowcast_checkpoint_seconds_total": "Time from a checkpoint's barrier until it was durable.",
     "rowcast_checkpoint_bytes_total": "Bytes written to files of checkpoints.",
     "rowcast_checkpoint_last_timestamp_seconds": "Unix time of the newest checkpoint, or of the start.",
-    "rowcast_checkpoint_every_steps": (
-        "Train steps between checkpoints; 0: by epochs, only at the end, or not known yet."
-    ),
+    "rowcast_checkpoint_every_steps": "Train steps between checkpoints; 0: by time, by epochs, or only at the end.",
+    "rowcast_checkpoint_every_seconds": "Time between checkpoints; 0: by steps, by epochs, or only at the end.",
 }
 OF_TRAINER = {
     "rowcast_train_step": "Train steps of the run that are done, those before a restart included.",
@@ -133,6 +136,7 @@ OF_TRAINER = {
 }
 OF_PUBLISHER = {
     "rowcast_publish_lag_seconds": "Time since the first checkpoint that is not published became durable; 0: all are.",
+    "rowcast_serving_delay_seconds": "Time since the checkpoint of the newest version was made; 0: there is none.",
     "rowcast_publish_versions_total{kind}": "Versions published, whole or changed.",
     "rowcast_publish_rows_total": "Rows in these versions.",
     "rowcast_publish_bytes_total": "Bytes of these versions.",

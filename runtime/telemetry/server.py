@@ -44,8 +44,8 @@ class Caller:
 
 def listening(host: str, port: int) -> socket.socket:
     """`::` serves IPv4 too. Raises OSError, OverflowError or UnicodeError for an unusable address."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    family, *_, (address, _, *scope) = min(found, key=lambda one: one[0] != socket.AF_INET)  # a name may have both
+    addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    family, *_, (address, _, *scope) = min(addresses, key=lambda one: one[0] != socket.AF_INET)  # a name may have both
     listener = socket.socket(family)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier process's connections may linger
@@ -187,10 +187,10 @@ class Site:
 
     def answer(self, address: tuple[str, int], request: bytes) -> bytes:
         """`request`: at least up to the end of its headers."""
-        return Answer(request, address, self).wfile.getvalue()  # type: ignore[arg-type]  # neither socket nor server
+        return Reply(request, address, self).wfile.getvalue()  # type: ignore[arg-type]  # neither socket nor server
 
 
-class Answer(WSGIRequestHandler):
+class Reply(WSGIRequestHandler):
     """The response to a request that has arrived completely."""
 
     request: Any

@@ -43,7 +43,7 @@ FIRST_THREAD = 101  # a thread whose number equals its process's would be shown 
 SpanKind = Literal["work", "wait", "step"]
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a file. The category of a span is its kind."""
 
     ph: Literal["M", "X", "b", "e", "C", "i"]
@@ -76,7 +76,7 @@ class Timeline:
         self._path = timeline_path(run_dir, process)
         self._name, self._pid = f"{process} {rank}", 1 + BOTH.index(process) + len(BOTH) * rank
         self._max_events = max_events
-        self._waiting: deque[Event] = deque()
+        self._waiting: deque[TraceEvent] = deque()
         self._num_taken = 0  # events removed from the queue
         self._full = False
         self._threads: dict[str, int] = {}  # by track
@@ -105,12 +105,12 @@ class Timeline:
         args = {} if step is None else {"step": step}
         if kind != "step":
             name = f"wait: {name}" if kind == "wait" else name
-            self._put(Event(ph="X", cat=kind, name=name, pid=self._pid, tid=tid, ts=began, dur=took, args=args))
+            self._put(TraceEvent(ph="X", cat=kind, name=name, pid=self._pid, tid=tid, ts=began, dur=took, args=args))
             return
         both = {"local": f"0x{step or 0:x}"}
-        own = Event(ph="b", cat=kind, name=f"{name} step", pid=self._pid, ts=began, dur=took, id2=both, args=args)
-        self._put(own)
-        self._put(Event(ph="e", cat=kind, name=own.name, pid=self._pid, ts=began + took, id2=both, args=args))
+        life = TraceEvent(ph="b", cat=kind, name=f"{name} step", pid=self._pid, ts=began, dur=took, id2=both, args=args)
+        self._put(life)
+        self._put(TraceEvent(ph="e", cat=kind, name=life.name, pid=self._pid, ts=began + took, id2=both, args=args))
 
     @contextmanager
     def work(self, name: str, step: int | None = None) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Timeline:
     def incarnation(self, number: int) -> None:
         """The start of an attempt; steps may start over."""
         name, now = f"incarnation {number}", microseconds(time.perf_counter())
-        self._put(Event(ph="i", s="p", name=name, pid=self._pid, ts=now, args={"incarnation": number}))
+        self._put(TraceEvent(ph="i", s="p", name=name, pid=self._pid, ts=now, args={"incarnation": number}))
 
     def watch(self, name: str, unit: str, read: Callable[[], int]) -> None:
         """Records the value of `read` when it has changed. A different thread calls `read`, which must return at
@@ -138,11 +138,11 @@ class Timeline:
                 others = sum(name not in TRACKS for name in self._threads)
                 tid = FIRST_THREAD + (1000 + TRACKS.index(track) if track in TRACKS else others)
                 for name, key, value in (("thread_name", "name", track), ("thread_sort_index", "sort_index", tid)):
-                    self._put(Event(ph="M", name=name, pid=self._pid, tid=tid, args={key: value}))
+                    self._put(TraceEvent(ph="M", name=name, pid=self._pid, tid=tid, args={key: value}))
                 self._threads[track] = tid
         return self._threads[track]
 
-    def _put(self, event: Event) -> None:
+    def _put(self, event: TraceEvent) -> None:
         if self._full:
             return
         if len(self._waiting) + self._num_taken >= self._max_events:
@@ -165,7 +165,7 @@ class Timeline:
             if self._last_levels.get((name, unit)) != value:
                 self._last_levels[name, unit] = value
                 now = microseconds(time.perf_counter())
-                self._put(Event(ph="C", name=name, pid=self._pid, ts=now, args={unit: value}))
+                self._put(TraceEvent(ph="C", name=name, pid=self._pid, ts=now, args={unit: value}))
 
     def _flush(self) -> None:
         if self._file is None:
@@ -192,8 +192,8 @@ class Timeline:
         """Replaces the file of an earlier run. Raises ConfigError if it cannot be written."""
         clock = {"boot_id": boot_id(), "clock": microseconds(time.perf_counter()), "unix": microseconds(time.time())}
         name = {"name": f"{self._name} (process {os.getpid()})"}
-        first = Event(ph="M", name="process_name", pid=self._pid, args=name | clock)
-        order = Event(ph="M", name="process_sort_index", pid=self._pid, args={"sort_index": self._pid})
+        first = TraceEvent(ph="M", name="process_name", pid=self._pid, args=name | clock)
+        order = TraceEvent(ph="M", name="process_sort_index", pid=self._pid, args={"sort_index": self._pid})
         try:
             self._file = FileWrite(self._path)
             self._file.write(b"[\n" + b",\n".join(map(msgspec.json.encode, (first, order))))

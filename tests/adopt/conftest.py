@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from rowcast.trainer.adopt import adopt, script_process
 from rowcast.trainer.adopt.adoption import Adoption
-from tests.adopt.engines import Engines
+from tests.adopt.engines import Engines, drop
 from tests.support.starter import Starter
 
 
@@ -38,9 +38,7 @@ def let_go() -> Iterator[None]:
         gc.collect()
     assert DataLoader.__iter__ is plain
     while adopt._doors:
-        left = adopt._doors.pop()
-        left.reading.close()
-        left.engine.close()
+        drop()
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
-"""Prefetchers of adopted scripts, forked from a process with everything imported."""
+"""Prefetchers of adopted scripts, forked from a process with everything imported, and what their scripts leave."""
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rowcast.runtime.children import Child
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import Disk
+from rowcast.runtime.process import Child
+from rowcast.trainer.adopt import adopt
 from tests.support.starter import Starter
 
 
@@ -25,3 +29,16 @@ class Engines:
         pids = [str(child.process.pid) for child in self.children]
         shared = [path.name for path in Path("/dev/shm").glob("rowcast-*") if {*path.name.split("-")} & {*pids}]
         return [f"process {child.process.pid}" for child in self.children if child.code is None] + shared
+
+
+def drop() -> None:
+    """The process is gone, with its tables."""
+    left = adopt._doors.pop()
+    left.reading.close()
+    left.engine.close()
+
+
+def manifests(run: Path) -> list[Manifest]:
+    """Newest first."""
+    checkpoints = Checkpoints(run, Disk())
+    return [checkpoints.load(name) for name in checkpoints.candidates()]

@@ -7,13 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rowcast.trainer.adopt.id_program import TableKey
 from rowcast.trainer.adopt.read_ahead import Announced, ReadAhead, Verdict
-
-
-@dataclass(frozen=True)
-class NamedTable:
-    name: str
-    num_embeddings: int
 
 
 class NotingEngine:
@@ -42,7 +37,7 @@ class NotingEngine:
         assert number not in self.begun + self.abandoned
         self.abandoned.append(number)
 
-    def rows(self, number: int, table: NamedTable) -> npt.NDArray[np.int64]:
+    def rows(self, number: int, table: TableKey) -> npt.NDArray[np.int64]:
         return self.announced[number].rows[table]
 
 
@@ -52,7 +47,7 @@ class Bench:
 
     depth: int = 4
     engine: NotingEngine = field(default_factory=NotingEngine)
-    table: NamedTable = field(default_factory=lambda: NamedTable("items", 1000))
+    table: TableKey = field(default_factory=lambda: TableKey("items", 1000))
     verdicts: list[Verdict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -61,7 +56,7 @@ class Bench:
             self.table.num_embeddings, 4, generator=torch.Generator().manual_seed(5)
         ).requires_grad_()
 
-    def look_up(self, ids: Tensor, table: NamedTable | None = None) -> Tensor:
+    def look_up(self, ids: Tensor, table: TableKey | None = None) -> Tensor:
         table = table or self.table
         self.verdicts.append(self.reading.note(table, ids))
         if self.verdicts[-1] == "foreseen":

@@ -10,24 +10,22 @@ import torch
 from rowcast.job.models import NO_MODEL
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, table_specs
-from rowcast.prefetcher.checkpoints.snapshot import NoCheckpoints
+from rowcast.prefetcher.checkpoints.writer import NoCheckpoints
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
-from rowcast.prefetcher.pipeline.key_exchange import NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.script_ids import NO_SAMPLES, ScriptIds
-from rowcast.prefetcher.readers.source import Source
+from rowcast.prefetcher.readers.source import NO_SAMPLES, ScriptIds, Source
 from rowcast.prefetcher.run.script import ScriptStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import RowStore
 from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.messages import PROTOCOL_VERSION, Ids, RingSpec, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, Ids, RingSpec, ScriptTable, Welcome
 from rowcast.protocol.parts import UNDIVIDED, batch_specs, belonging
-from rowcast.protocol.script_setup import Columns, ScriptTable
 from rowcast.protocol.session import Session
+from rowcast.runtime.first_values import FirstValues
 from rowcast.runtime.machine import Machine
-from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
+from rowcast.trainer.adopt.records import Place, Records
+from rowcast.trainer.adopt.script_engine import ScriptEngine
 from rowcast.trainer.adopt.script_process import NoModel
 from rowcast.trainer.device.streams import PlainStreams
 from rowcast.trainer.report.results import EvaluationOnly
@@ -44,7 +42,7 @@ FIRST = 0.5  # of every weight
 
 
 class ScriptPair:
-    """Implements `script_engine.Run`: `drive` advances both sides, `stir` those that have threads of their own."""
+    """`drive` advances both sides, `stir` those that have threads of their own."""
 
     def __init__(
         self, seed: int, tables: Sequence[tuple[int, int, int]], slots: Sequence[int], ring_bytes: int, *, late: bool
@@ -80,8 +78,6 @@ class ScriptPair:
             welcome=welcome,
             source=Source(ids, None),
             planner=job_planner(self.job, groups, (self.slots,), ()),
-            links=NoLinks(),
-            expected=(),
             stores=tuple(ScriptStore(own_store(group, seed, late=late), group, setup) for group in groups),
             conversation=Conversation(Session("prefetcher", 1), links[0]),
             rings=(rings.fetch_writer, rings.back_reader),
@@ -103,7 +99,9 @@ class ScriptPair:
             EvaluationOnly(Path(self.job.job.run_dir)),
             new_trainer_counters(groups),
         )
-        self.engine = ScriptEngine(self.trainer, torch.device("cpu"), self.job.lookahead.horizon_batches, self)
+        self.engine = ScriptEngine(
+            self.trainer, torch.device("cpu"), self.job.lookahead.horizon_batches, self.drive, lambda: None
+        )
         self._threads = [
             *self.prefetcher.stages.values(),
             *(stage for name, stage in self.trainer.stages.items() if name != "loop"),
@@ -122,9 +120,6 @@ class ScriptPair:
             if quiet > QUIET_LIMIT:
                 raise StuckError(f"the prefetcher waits for {self.prefetcher.waiting_for}")
 
-    def wake(self, thread: str) -> None:
-        """Threads need no bell here."""
-
 
 def own_job(tables: Sequence[tuple[int, int, int]], widths: Sequence[int], depth: int, horizon: int) -> Job:
     return job(
@@ -140,9 +135,13 @@ def own_store(group: GroupSpec, seed: int, *, late: bool) -> RowStore:
     return LateStore(store, seed) if late else store
 
 
-def first_columns(table: tuple[int, int, int]) -> tuple[Columns, ...]:
+def first_columns(table: tuple[int, int, int]) -> tuple[FirstValues, ...]:
     _, dim, num_states = table
-    return Columns(width=dim, value=FIRST), *(Columns(width=dim) for _ in range(num_states)), Columns(width=1)
+    return (
+        FirstValues(width=dim, value=FIRST),
+        *(FirstValues(width=dim) for _ in range(num_states)),
+        FirstValues(width=1),
+    )
 
 
 def places(groups: Sequence[GroupSpec], tables: Sequence[tuple[int, int, int]]) -> list[Place]:

@@ -27,7 +27,7 @@ import rowcast
 from rowcast.trainer.adopt import adopt, ranks
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import Adoption
-from rowcast.trainer.adopt.coming_rows import ComingRows
+from rowcast.trainer.adopt.ranks import ComingRows
 
 ROWS, CAPACITY, BATCH = (3000, 2000), "1500 rows", 16
 OPTIMIZERS: dict[str, Any] = {

@@ -22,8 +22,8 @@ from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.adopt import adopt, row_gradient, script_optimizer
 from rowcast.trainer.adopt.adoption import Adoption
 from rowcast.trainer.adopt.read_ahead import ReadAhead
+from rowcast.trainer.adopt.records import Records, positions
 from rowcast.trainer.adopt.row_gradient import say_of_sums
-from rowcast.trainer.adopt.rows import Records, positions
 from rowcast.trainer.adopt.table_parameter import TableParameter
 from tests.support.facts import facts
 
@@ -409,37 +409,6 @@ def test_a_loss_of_the_whole_table_is_refused(operation: str, compute: Callable[
         compute(model)
 
 
-def test_loader_and_step_that_draw_from_one_generator_are_refused() -> None:
-    model = rowcast.adopt(seeded(), "60 rows")
-
-    def script() -> None:
-        for x, _ in DataLoader(Clicks(draws=True), 8):
-            model(x) * torch.rand(())
-
-    assert refused(ConfigError, script) == (
-        "the loader and the training step both draw from torch in this process, so batches read ahead would have other "
-        "numbers than un-adopted; give the loader num_workers=1 or a generator of its own"
-    )
-
-
-def test_random_ids_are_trained_and_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def script(model: Model) -> list[Tensor]:
-        optimizer = adam(model)
-        for x, y in DataLoader(Clicks(), 8):
-            loss = F.mse_loss(model(x), y) + model.item(torch.randint(0, ROWS, (4,))).mean()
-            loss.backward()
-            optimizer.step()
-        return [own.clone() for own in model.state_dict().values()]
-
-    expected = script(seeded())
-    assert are_equal(script(rowcast.adopt(seeded(), "60 rows")), expected)
-    said = (
-        "item.weight: its ids depend on a random draw in the step (aten.randint.low); its rows are fetched when "
-        "the step asks for them"
-    )
-    assert capsys.readouterr().err.count(said) == 1
-
-
 def clipped(model: Model) -> Tensor:
     optimizer = adam(model)
     for x, y in DataLoader(Clicks(), 8):
@@ -448,10 +417,6 @@ def clipped(model: Model) -> Tensor:
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         optimizer.step()
     return model.item.weight.detach().clone()
-
-
-def test_clipping_by_norm_has_the_scripts_bits() -> None:
-    assert torch.equal(clipped(rowcast.adopt(seeded(), "60 rows")), clipped(seeded()))
 
 
 def test_the_norm_of_a_table_with_many_values_is_rounded_and_said_once(
@@ -524,7 +489,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
     assert refused(ConfigError, make) == (
         f"{path} is there already, and rowcast.tables overwrites no file: it may hold the first values of a model that "
-        "still trains; remove it, or name another folder"
+        "still trains, or of a rowcast.save; name another folder, or init='constant:0' before rowcast.restore"
     )
     assert path.read_text() == "mine"
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rowcast
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.data_parallel import refuse_wrappers
+from rowcast.trainer.adopt.gradient_sum import refuse_wrappers
 from tests.adopt import saved_ranks
 from tests.support.facts import facts
 from tests.support.processes import Process, Session
@@ -35,7 +35,9 @@ def start(session: Session, ranks: int, *cases: dict[str, Any], timeout: int = 6
         "timeout": timeout,
         "cases": [{"optimizer": "adam", "steps": STEPS, **own} for own in cases],
     }
-    arguments = [f"--nproc-per-node={ranks}", "-m", "tests.adopt.summed_script", json.dumps(wishes)]
+    # torchrun looks seldom for one that has ended, so that the others find out and can say it before it ends them
+    arguments = [f"--nproc-per-node={ranks}", "--monitor-interval=1", "-m", "tests.adopt.summed_script"]
+    arguments.append(json.dumps(wishes))
     return session.start_module("rowcast.deploy.torchrun", *arguments, PYTHONPATH=".")
 
 
@@ -177,6 +179,7 @@ def test_a_step_of_a_rank_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     model(torch.tensor([1])).sum().backward()
     with pytest.raises(ConfigError, match=r"table item\.weight is of this rank alone, and there are 2; use"):
         optimizer.step()

@@ -25,9 +25,9 @@ import rowcast
 from rowcast.job.schema import Transport
 from rowcast.job.units import parse_seconds
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.adopt import first_rows
+from rowcast.trainer.adopt import records
 from rowcast.trainer.adopt.adoption import ALL, job_of, store_of
-from rowcast.trainer.run.connection import Connection
+from rowcast.trainer.run.connection import PrefetcherConnection
 from tests.adopt import saved_script
 from tests.adopt.engines import Engines
 from tests.support.facts import facts
@@ -141,7 +141,7 @@ def differing(first: list[Tensor], second: list[Tensor]) -> list[int]:
 def test_a_script_with_all_sorts_of_habits_trains_the_same_bits(
     seed: int, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_rows, "MOST_WHOLE", (0, ROWS)[seed // 2 % 2])
+    monkeypatch.setattr(records, "MOST_WHOLE", (0, ROWS)[seed // 2 % 2])
     memory = ("100 rows", ALL)[seed % 2]
     plain, seen = (
         wild(seed, lambda model: model),
@@ -208,16 +208,16 @@ def test_an_interrupt_ends_a_step_and_the_tables_are_those_of_the_step_before(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (plain, plain_optimizer), (model, optimizer) = plain_model(), adopted_model()
-    drive, first, done, interrupts = Connection.drive, [*clicks()], list[int](), list[int]()
+    drive, first, done, interrupts = PrefetcherConnection.drive, [*clicks()], list[int](), list[int]()
     optimizer.register_step_post_hook(lambda *own: done.append(1))
 
-    def interrupted(own: Connection, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
+    def interrupted(own: PrefetcherConnection, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
         if len(done) >= 6 and not interrupts and not until():
             interrupts.append(1)
             signal.raise_signal(signal.SIGINT)
         drive(own, advance, until)
 
-    monkeypatch.setattr(Connection, "drive", interrupted)
+    monkeypatch.setattr(PrefetcherConnection, "drive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train(model, optimizer, clicks())
     assert 6 <= len(done) < len(first), "it was interrupted in mid-run"

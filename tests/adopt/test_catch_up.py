@@ -17,9 +17,19 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt import catch_up as module
 from rowcast.trainer.adopt import missed_steps
 from rowcast.trainer.adopt.catch_up import catch_up
-from rowcast.trainer.adopt.missed_steps import EPS, KEPT, LOOK, RATE, ROOT, AdamLoops, is_calm
-from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import Step, StepLog, has_rows
+from rowcast.trainer.adopt.missed_steps import (
+    EPS,
+    KEPT,
+    LOOK,
+    RATE,
+    ROOT,
+    AdamLoops,
+    LoggedStep,
+    StepLog,
+    has_rows,
+    is_calm,
+)
+from rowcast.trainer.adopt.records import Records
 
 ROWS, DIM = 24, 6
 RULES: list[tuple[str, dict[str, Any]]] = [
@@ -292,7 +302,7 @@ def test_where_the_proof_does_not_hold_each_step_is_taken_in_full(
 
 def test_calm_ends_where_the_rate_grows_by_more_than_the_moments_shrink() -> None:
     loops = AdamLoops(adam_settings())
-    loops.add(Step(adam_settings(), {"step": torch.tensor(1e4)}, ()))
+    loops.add(LoggedStep(adam_settings(), {"step": torch.tensor(1e4)}, ()))
     numbers = loops.numbers.table[0].tolist()
 
     def calm(**changed: float) -> bool:
@@ -339,7 +349,7 @@ def test_rest_lasts_though_the_rate_grows_as_fast_as_it_may(
         lr = whole.optimizer.param_groups[0]["lr"]
         faster = lr * (min(beta2**0.5 / max(beta1, 1e-9), 1e3) * growth)
         state = whole.optimizer.state.get(whole.param, {"step": torch.tensor(0.0)})
-        loops.add(Step(whole.optimizer.param_groups[0] | {"lr": min(faster, 1.0)}, dict(state), ()))
+        loops.add(LoggedStep(whole.optimizer.param_groups[0] | {"lr": min(faster, 1.0)}, dict(state), ()))
         calm = not loops.unrest or loops.unrest[-1] != step
         whole.step(draw() if step == 0 else torch.zeros(ROWS, DIM), lr=min(faster, 1.0))
         rows = whole.rows()
@@ -369,7 +379,7 @@ def test_loops_with_other_bits_than_torch_are_not_used(monkeypatch: pytest.Monke
     original = AdamLoops.add
     said: list[str] = []
 
-    def add(self: AdamLoops, step: Step) -> None:
+    def add(self: AdamLoops, step: LoggedStep) -> None:
         original(self, step)
         self.numbers.table[self.numbers.count - 1, RATE] *= np.float32(1 + 2**-20)
 

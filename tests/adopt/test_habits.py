@@ -132,14 +132,8 @@ OPTIMIZERS = {
     "Adam, decay, schedule": Habits(optimizers=one(optim.Adam, weight_decay=0.01), schedules=True),
     "Adam, amsgrad": Habits(optimizers=one(optim.Adam, amsgrad=True)),
     "AdamW, schedule": Habits(optimizers=one(optim.AdamW, weight_decay=0.1), schedules=True),
-    "NAdam": Habits(optimizers=one(optim.NAdam)),
-    "RAdam": Habits(optimizers=one(optim.RAdam)),
-    "Adamax": Habits(optimizers=one(optim.Adamax)),
     "Adagrad": Habits(optimizers=one(optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.1)),
     "RMSprop": Habits(optimizers=one(optim.RMSprop, centered=True, momentum=0.5)),
-    "Adadelta": Habits(optimizers=one(optim.Adadelta)),
-    "ASGD": Habits(optimizers=one(optim.ASGD)),
-    "Rprop": Habits(optimizers=one(optim.Rprop)),
     "SGD, sparse": Habits(optimizers=one(optim.SGD), sparse=True),
     "SparseAdam, schedule": Habits(optimizers=two(optim.SparseAdam), sparse=True, schedules=True),
     "Adagrad, sparse": Habits(optimizers=two(optim.Adagrad), sparse=True),
@@ -215,58 +209,46 @@ LOOPS = (
 )
 
 
-@pytest.mark.parametrize("habit", LOOPS)
-def test_a_habit_of_the_loop(habit: str) -> None:
-    def script(adopted: Callable[[Any], Any]) -> Seen:
-        model = adopted(Items())
-        return loop(model, optim.Adam(model.parameters(), lr=0.02), habit)
-
-    same_as_unadopted(script)
-
-
-@pytest.mark.parametrize("habit", ["plain", "gradients never zeroed", "two losses", "backward twice"])
-def test_a_habit_of_a_loop_with_sparse_gradients(habit: str) -> None:
-    def script(adopted: Callable[[Any], Any]) -> Seen:
-        model = adopted(Items(sparse=True))
-        return loop(model, optim.SGD(model.parameters(), lr=0.02), habit)
-
-    same_as_unadopted(script)
-
-
-ADAMS: dict[str, Callable[[Any], Optimizer]] = {
-    "foreach": lambda model: optim.Adam(model.parameters(), lr=0.02, foreach=True),
-    "maximize": lambda model: optim.Adam(model.parameters(), lr=0.02, maximize=True),
-    "rate in a tensor": lambda model: optim.Adam(model.parameters(), lr=torch.tensor(0.02)),
-    "groups": lambda model: optim.Adam(in_groups(model), lr=0.02),
-}
-
-
 def in_groups(model: Any) -> list[dict[str, Any]]:
     return [{"params": model.item.weight, "lr": 0.1}, {"params": [model.other.weight, *model.top.parameters()]}]
 
 
-@pytest.mark.parametrize("make", ADAMS.values(), ids=ADAMS.keys())
-def test_a_kind_of_adam(make: Callable[[Any], Optimizer]) -> None:
-    def script(adopted: Callable[[Any], Any]) -> Seen:
-        model = adopted(Items())
-        return loop(model, make(model), "plain")
-
-    same_as_unadopted(script)
+def adam(model: Any) -> Optimizer:
+    return optim.Adam(model.parameters(), lr=0.02)
 
 
-@pytest.mark.parametrize("kind", [{"tied": True}, {"frozen": True}, {"by_freq": True}, {"sparse": True, "tied": True}])
-def test_a_kind_of_model(kind: dict[str, bool]) -> None:
+def sgd(model: Any) -> Optimizer:
+    return optim.SGD(model.parameters(), lr=0.02)
+
+
+# of a model, its optimizer and its loop
+SCRIPTS: dict[str, tuple[dict[str, bool], Callable[[Any], Optimizer], str]] = {
+    **{habit: ({}, adam, habit) for habit in LOOPS},
+    **{
+        f"sparse gradients, {habit}": ({"sparse": True}, sgd, habit)
+        for habit in ("plain", "gradients never zeroed", "two losses", "backward twice")
+    },
+    "foreach": ({}, lambda model: optim.Adam(model.parameters(), lr=0.02, foreach=True), "plain"),
+    "maximize": ({}, lambda model: optim.Adam(model.parameters(), lr=0.02, maximize=True), "plain"),
+    "rate in a tensor": ({}, lambda model: optim.Adam(model.parameters(), lr=torch.tensor(0.02)), "plain"),
+    "groups": ({}, lambda model: optim.Adam(in_groups(model), lr=0.02), "plain"),
+    "tied": ({"tied": True}, sgd, "plain"),
+    "frozen": ({"frozen": True}, sgd, "plain"),
+    "by frequency": ({"by_freq": True}, sgd, "plain"),
+    "tied, sparse gradients": ({"sparse": True, "tied": True}, sgd, "plain"),
+    "frozen, and not the optimizer's": (
+        {"frozen": True},
+        lambda model: optim.Adam([weight for weight in model.parameters() if weight.requires_grad], lr=0.02),
+        "plain",
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "make", "habit"), SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_a_loop_keeps_its_bits(kind: dict[str, bool], make: Callable[[Any], Optimizer], habit: str) -> None:
     def script(adopted: Callable[[Any], Any]) -> Seen:
         model = adopted(Items(**kind))
-        return loop(model, optim.SGD(model.parameters(), lr=0.02), "plain")
-
-    same_as_unadopted(script)
-
-
-def test_frozen_tables_that_the_optimizer_does_not_have() -> None:
-    def script(adopted: Callable[[Any], Any]) -> Seen:
-        model = adopted(Items(frozen=True))
-        return loop(model, optim.Adam([own for own in model.parameters() if own.requires_grad], lr=0.02), "plain")
+        return loop(model, make(model), habit)
 
     same_as_unadopted(script)
 
@@ -372,52 +354,3 @@ def test_a_closure_that_is_not_called_once_is_refused_by_its_optimizer(calls: in
     closure()  # a gradient that a step without its closure would use
     with pytest.raises(ConfigError, match=facts("Restless", "closure", "keep=['item.weight']")):
         optimizer.step(closure)
-
-
-class Lamb(Optimizer):
-    """Steps by the norm of all rows."""
-
-    def __init__(self, parameters: Any, lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for own in group["params"]:
-                if own.grad is not None:
-                    own.add_(own.grad * (own.norm() / (own.grad.norm() + 1e-6)), alpha=-group["lr"])
-
-
-ANOTHER = "give item.weight another optimizer, or leave it on the device by keep=['item.weight']"
-REFUSED: dict[str, tuple[Callable[[Any], Optimizer], str]] = {
-    "Adafactor": (
-        lambda parameters: optim.Adafactor(parameters, lr=0.02),
-        "Adafactor keeps row_var of torch.float32 [3, 1] for a table of [3, 4], and rowcast moves states that have a "
-        f"row of torch.float32 for each row; {ANOTHER}",
-    ),
-    "LBFGS": (
-        optim.LBFGS,
-        f"LBFGS may take several gradients in a step, and rows of a table are prepared for one; {ANOTHER}",
-    ),
-    "fused Adam": (
-        lambda parameters: optim.Adam(parameters, lr=0.02, fused=True),
-        "Adam(fused=True) rounds the last values of an array differently, so rows apart would have other bits than "
-        f'the table; leave fused out (Hugging Face: TrainingArguments(optim="adamw_torch")); {ANOTHER}',
-    ),
-    "Lamb": (
-        lambda parameters: Lamb(parameters, lr=0.02),
-        f"Lamb does not train each row for itself: a step of one row depends on others; {ANOTHER}",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "sentence"), REFUSED.values(), ids=REFUSED.keys())
-def test_an_optimizer_that_mixes_rows_is_refused_before_it_trains_one(
-    make: Callable[[Any], Optimizer], sentence: str
-) -> None:
-    model = rowcast.adopt(Items(), CAPACITY)
-    before = [own.clone() for own in model.state_dict().values()]
-    with pytest.raises(ConfigError) as refused:
-        loop(model, make(model.parameters()), "plain")
-    assert str(refused.value) == sentence
-    assert all(torch.equal(own, expected) for own, expected in zip(model.state_dict().values(), before, strict=True))

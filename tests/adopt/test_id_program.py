@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rowcast.trainer.adopt.id_program import Program, Recorder, Unknown, leaves_of
-from tests.adopt.looked_up import NamedTable
+from rowcast.trainer.adopt.id_program import Program, Recorder, TableKey, Unknown, leaves_of
 
-ITEMS, USERS = NamedTable("items", 1000), NamedTable("users", 50)
+ITEMS, USERS = TableKey("items", 1000), TableKey("users", 50)
 WEIGHTS = torch.rand(1000, 4).requires_grad_()
 Step = Callable[[Any], list[Tensor]]  # a batch -> the ids of each look-up
 

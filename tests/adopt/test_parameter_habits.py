@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rowcast
-from rowcast.trainer.adopt import first_rows
+from rowcast.trainer.adopt import records
 from rowcast.trainer.adopt.table_parameter import TableParameter
 
 ROWS, DIM, STEPS, CAPACITY = 300, 4, 12, "90 rows"
@@ -498,7 +498,7 @@ class Together(Script):
 
 @pytest.mark.parametrize("most_whole", [0, ROWS], ids=["large", "small"])
 def test_habits_have_the_same_bits_with_rows_in_the_engine(most_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_rows, "MOST_WHOLE", most_whole)
+    monkeypatch.setattr(records, "MOST_WHOLE", most_whole)
     assert_same_as_un_adopted(Together)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -258,59 +257,7 @@ def ncf(adopt: Adopt, folder: Path) -> dict[str, Any]:
     return {"losses": losses, **models, "optimizer": optimizer.state_dict()}
 
 
-# words: skip-gram
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.centers, self.contexts = (nn.Embedding(ITEMS, 8, padding_idx=0) for _ in range(2))
-        for module in (self.centers, self.contexts):
-            first = torch.empty(ITEMS - 1, 8).uniform_(-0.05, 0.05)
-            module.weight = nn.Parameter(torch.cat([torch.zeros(1, 8), first]))
-
-
-class Skipgram(nn.Module):
-    """The loss as a module around the tables, which draws the negatives."""
-
-    def __init__(self, words: Words, frequencies: Tensor) -> None:
-        super().__init__()
-        self.words, self.frequencies = words, frequencies**0.75
-
-    def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
-        shape = len(centers), contexts.shape[1] * 4
-        drawn = torch.multinomial(self.frequencies, shape[0] * shape[1], replacement=True).view(shape)
-        rows = self.words.centers(centers)[:, :, None]
-        true = self.words.contexts(contexts).bmm(rows).squeeze(2)
-        other = self.words.contexts(drawn).neg().bmm(rows).squeeze(2)
-        return -(F.logsigmoid(true).mean(1) + F.logsigmoid(other).view(*contexts.shape, 4).sum(2).mean(1)).mean()
-
-
-def skip_gram(adopt: Adopt, folder: Path) -> dict[str, Any]:
-    """Negatives that the forward pass draws, a padding row, and vectors that are written to a file each epoch."""
-    drawn = torch.Generator().manual_seed(1)
-    words = skewed(drawn, ITEMS - 1, 600, 5) + 1
-    frequencies = torch.bincount(words.view(-1), minlength=ITEMS).float()
-    model, losses = Words(), []
-    loss_of = Skipgram(model, frequencies)
-    adopt(model, "900 rows")
-    optimizer = torch.optim.Adam(loss_of.parameters(), lr=0.01)
-    data = TensorDataset(words[:, 2], words[:, [0, 1, 3, 4]])
-    for _ in range(2):
-        for centers, contexts in DataLoader(data, 40, shuffle=True, generator=torch.Generator().manual_seed(2)):
-            loss = loss_of(centers, contexts)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        vectors = model.centers.weight.data.cpu().numpy()
-        np.save(folder / "vectors.npy", vectors)
-        losses.append(float(np.load(folder / "vectors.npy").sum()))
-        torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    return {"losses": losses, "model": model.state_dict(), "optimizer": torch.load(folder / "optimizer.pt")}
-
-
-@pytest.mark.parametrize("script", [pykeen, torch_rechub, gru4rec, indexed_gru4rec, ncf, skip_gram])
+@pytest.mark.parametrize("script", [pykeen, torch_rechub, gru4rec, indexed_gru4rec, ncf])
 def test_a_public_loop_trains_the_same_bits_when_it_is_adopted(
     script: Callable[[Adopt, Path], dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,7 +19,8 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from rowcast.runtime.errors import ConfigError
-from tests.adopt.looked_up import Bench, NamedTable
+from rowcast.trainer.adopt.id_program import TableKey
+from tests.adopt.looked_up import Bench
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(())),
@@ -330,7 +331,7 @@ def in_a_thread(batches: Iterable[Any], most: int) -> Iterator[Any]:
 
 
 Step = Callable[[Bench, Tensor], Any]
-POSITIONS, NEGATIVES = NamedTable("positions", 10), NamedTable("negatives", 1000)
+POSITIONS, NEGATIVES = TableKey("positions", 10), TableKey("negatives", 1000)
 
 
 def with_positions(bench: Bench, x: Tensor) -> None:
@@ -535,7 +536,7 @@ def test_a_recording_with_an_evaluation_is_replaced(bench: Bench) -> None:
 def test_random_negatives_are_said_once_and_the_rest_is_foreseen(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    negatives = NamedTable("negatives", 1000)
+    negatives = TableKey("negatives", 1000)
     for x, _ in DataLoader(Clicks(), 8):
         bench.look_up(x)
         bench.reading.note(negatives, torch.randint(0, 1000, (4,)))

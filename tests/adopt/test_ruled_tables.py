@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn, optim
 
 import rowcast
 from rowcast.job.tables import table_specs
+from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.protocol.first_values import initial_rows
+from rowcast.runtime.checkpoint_manifest import Manifest
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt import first_rows
+from rowcast.serving.model import Model as Served
+from rowcast.serving.publisher import Publisher
+from rowcast.trainer.adopt import records
+from rowcast.trainer.adopt.adopt import say_left_out
 from rowcast.trainer.adopt.mapped_tables import RuledTable
-from tests.adopt.engines import Engines
+from tests.adopt.engines import Engines, drop, manifests
 from tests.support.jobs import job, table
 
 ROWS, DIM, PADDING = 300, 4, 3
@@ -94,7 +102,7 @@ def trained(model: Model, optimizers: Callable[[Any], list[optim.Optimizer]]) ->
 def check_bits(folder: Path, init: str, optimizers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"sparse": optimizers is sparse}
     expected = trained(made(folder / "twin", init, **options), optimizers)
-    monkeypatch.setattr(first_rows, "MOST_WHOLE", ROWS - 1)
+    monkeypatch.setattr(records, "MOST_WHOLE", ROWS - 1)
     model = rowcast.adopt(made(folder / "none", init, **options), "60 rows")
     assert [*(folder / "none").iterdir()] == []
     found = trained(model, optimizers)
@@ -150,6 +158,93 @@ def test_nothing_is_drawn_and_another_seed_gives_other_rows(tmp_path: Path) -> N
     assert not torch.equal(first.item.weight[:10], first.bag.weight[:10])
 
 
+# saves
+
+LAST = 20  # step
+
+
+def batch(step: int) -> Tensor:
+    own = torch.Generator().manual_seed(step)
+    ids = (15 * step + torch.randint(0, 40, (8, 3), generator=own)) % ROWS
+    return ids.where(ids != PADDING, PADDING + 1)  # whoever serves the rule makes a row that was never trained
+
+
+class Saving:
+    """A script that saves itself every third step."""
+
+    def __init__(self, folder: Path, optimizer: Any, *, is_adopted: bool, **first: Any) -> None:
+        torch.manual_seed(5)
+        with rowcast.tables(folder, **first):
+            self.model = Model(sparse=optimizer is sparse)
+        if is_adopted:
+            rowcast.adopt(self.model, "60 rows")
+        [self.optimizer] = optimizer(self.model.parameters())
+
+    def train(self, first: int, end: int, run: Path | None = None) -> "Saving":
+        for step in range(first, end):
+            self.optimizer.zero_grad()
+            ids = batch(step)
+            F.mse_loss(self.model(ids), ids.float().mean(1, keepdim=True) / ROWS).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            if run is not None and step % 3 == 2:
+                rowcast.save(run, self.model, self.optimizer, step=step + 1)
+        return self
+
+    def rows(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {
+                "item.weight": self.model.item.weight[torch.arange(ROWS)].clone(),
+                "bag.weight": self.model.bag.weight[torch.arange(ROWS + 1)].clone(),
+                "top.weight": self.model.top.weight.clone(),
+            }
+
+
+def adam_without_decay(parameters: Any) -> list[optim.Optimizer]:
+    return [optim.Adam(parameters, lr=0.02)]
+
+
+NAMED: dict[str, dict[str, Any]] = {"by a rule": {"init": "normal:0.02", "seed": 7}, "in files": {}}
+
+
+@pytest.mark.parametrize("optimizer", [adam_without_decay, sgd, adagrad, sparse])
+@pytest.mark.parametrize("first", NAMED)
+def test_a_save_names_first_values_and_holds_the_rows_with_others(
+    first: str, optimizer: Any, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, versions = tmp_path / "run", tmp_path / "versions"
+    expected = Saving(tmp_path / "twin", optimizer, is_adopted=False, **NAMED[first]).train(0, LAST).rows()
+    monkeypatch.setattr(records, "MOST_WHOLE", ROWS - 1)
+    publisher = Publisher(run, versions, "fp32", 3)
+    Saving(tmp_path / "first", optimizer, is_adopted=True, **NAMED[first]).train(0, 5, run)
+    looked_up = torch.cat([batch(step) for step in range(3)])
+    assert manifest_of(run).num_rows <= 2 * len(torch.unique(looked_up)) + 1, "the row of the padding has no rule"
+    for begun, end in ((3, 11), (9, LAST)):
+        with publisher.lock():
+            assert publisher.publish() is not None
+        drop()
+        script = Saving(tmp_path / "again", optimizer, is_adopted=True, init="constant:0")
+        assert rowcast.restore(run, script.model, script.optimizer) == begun
+        script.train(begun, end, run)
+    found, manifest = script.rows(), manifest_of(run)
+    assert all(torch.equal(found[name], own) for name, own in expected.items())
+    assert [len(shard.layers) for shard in manifest.shards] > [1], "changed rows alone"
+    script.train(LAST, 21, run)
+    found = script.rows()
+    with publisher.lock():
+        assert publisher.publish() is not None
+    export_run(run, tmp_path / "all")
+    exported, served = load_file(tmp_path / "all"), Served(versions)
+    for name, count in (("item.weight", ROWS), ("bag.weight", ROWS + 1)):
+        assert torch.equal(exported[f"embedding_bags.{name}.weight"], found[name])
+        assert torch.equal(torch.from_numpy(served.rows(name, range(count))), found[name])
+
+
+def manifest_of(run: Path) -> Manifest:
+    manifest = manifests(run)[0]
+    Checkpoints(run, Disk()).verify(manifest)
+    return manifest
+
+
 # what is refused
 
 
@@ -202,19 +297,39 @@ def test_a_table_of_any_size_has_no_values_before_it_is_adopted(tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("no_engine")
+def test_a_state_leaves_such_a_table_out_and_is_loaded_without_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = rowcast.adopt(made(tmp_path, rows=HUGE), f"{3 * HUGE} rows")
+    say_left_out.cache_clear()
+    names = [name for name, _ in model.named_parameters()]
+    state = model.state_dict()
+    assert sorted(state) == ["top.bias", "top.weight"]
+    assert [name for name, _ in model.named_parameters()] == names
+    assert capfd.readouterr().err.count("state_dict() leaves item.weight out") == 1
+    state["top.bias"] = torch.tensor([7.0])
+    pickle.dumps(state)
+    model.load_state_dict(state)
+    assert model.top.bias.item() == 7
+    said = refused(lambda: model.load_state_dict(state | {"item.weight": torch.zeros(1, DIM)}))
+    assert said.endswith("take it out of the state, and load changed rows by rowcast.restore")
+
+
+@pytest.mark.usefixtures("no_engine")
 def test_a_table_of_any_size_is_adopted_and_refused_as_a_whole(tmp_path: Path) -> None:
     model = rowcast.adopt(made(tmp_path, rows=HUGE), f"{3 * HUGE} rows")
     (optimizer,) = adam(model.parameters())
     model(torch.tensor([[1, HUGE - 1]])).sum().backward()
     optimizer.step()
     for act in (
-        model.state_dict,
         lambda: copy.deepcopy(model),
         lambda: pickle.dumps(optimizer.state_dict()),
-        lambda: rowcast.save(tmp_path / "run", model, optimizer, step=1),
         lambda: setattr(model.item.weight, "data", torch.zeros(1, DIM).expand(HUGE, DIM)),
     ):
-        assert "rows that a rule makes when they are needed, and state_dict(), rowcast.save" in refused(act)
+        assert "rows that a rule makes when they are needed, and what uses it whole would write all of" in refused(act)
+    said = refused(lambda: rowcast.save(tmp_path / "run", model, optimizer, step=1))
+    assert f"item.weight has {HUGE:,} rows, and the optimizer moves all of them at every step" in said
+    assert said.endswith('a group of its own without decay, {"params": [weight], "weight_decay": 0}')
     model(torch.tensor([[1, HUGE - 1]])).sum().backward()
     said = refused(optim.SGD(model.parameters(), lr=0.1).step)
     assert said.endswith(f"all of its {HUGE:,} rows, which would be written; give it a group with weight_decay=0")

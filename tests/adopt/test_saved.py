@@ -20,16 +20,15 @@ from rowcast.job.training_identity import differing_settings
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.protocol.messages import Save
-from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.crash_points import VARIABLE
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.serving.model import Model as Served
 from rowcast.serving.publisher import Publisher
-from rowcast.trainer.adopt import adopt, saved
+from rowcast.trainer.adopt import records
 from rowcast.trainer.adopt.script_engine import ScriptEngine
-from rowcast.trainer.run.connection import Connection
-from tests.adopt.engines import Engines
+from rowcast.trainer.run.connection import PrefetcherConnection
+from tests.adopt.engines import Engines, drop, manifests
 from tests.support import jobs
 from tests.support.facts import facts
 
@@ -121,13 +120,6 @@ def resumed(rule: str, folder: Path) -> tuple[Script, int]:
     return script, rowcast.restore(folder, *script.objects)
 
 
-def drop() -> None:
-    """The process is gone, with its tables."""
-    left = adopt._doors.pop()
-    left.reading.close()
-    left.engine.close()
-
-
 def differing(first: Script, second: Script) -> int:
     """Tensors with other bits."""
     pairs = zip(first.bits(), second.bits(), strict=True)
@@ -178,19 +170,34 @@ def test_killed_at_any_moment_of_a_save_the_one_before_is_whole(
     assert len(manifests(folder)) == 2
 
 
+def test_a_script_goes_on_after_a_save_that_failed(engines: Engines, tmp_path: Path) -> None:
+    plain, script = Script("sparse").train(0, 12), Script("sparse").adopted().train(0, 6, tmp_path)
+    before, blocked = manifests(tmp_path), tmp_path / "checkpoints" / "step-000000000006"
+    blocked.write_bytes(b"")
+    with pytest.raises(RowcastError, match=facts("save: ", "step-000000000006")):
+        rowcast.save(tmp_path, *script.objects, step=6)
+    assert manifests(tmp_path) == before
+    blocked.unlink()
+    script.train(6, 10, tmp_path)
+    assert len(engines.children) == 1, "the engine goes on"
+    drop()
+    script, step = resumed("sparse", tmp_path)
+    assert (step, differing(plain, script.train(step, 12))) == (8, 0)
+
+
 def test_an_interrupt_of_a_save_leaves_a_run_that_goes_on(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, script = Script("Adam").train(0, 12), Script("Adam").adopted().train(0, 6, tmp_path)
-    answers, drive = ScriptEngine._answers_to, Connection.drive
+    answers, drive = ScriptEngine._answers_to, PrefetcherConnection.drive
 
-    def interrupted(own: Connection, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
+    def interrupted(own: PrefetcherConnection, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
         signal.raise_signal(signal.SIGINT)
         drive(own, advance, until)
 
     def asked(engine: ScriptEngine, asks: Any) -> bytearray:
         if isinstance(asks[0], Save):
-            patched.setattr(Connection, "drive", interrupted)
+            patched.setattr(PrefetcherConnection, "drive", interrupted)
         return answers(engine, asks)
 
     with monkeypatch.context() as patched:
@@ -269,8 +276,8 @@ def test_a_state_that_cannot_be_saved_or_is_of_others_is_refused_by_name(
     with pytest.raises(ConfigError, match=facts("keep=0")):
         rowcast.save(tmp_path, step=5, keep=0)
     with monkeypatch.context() as patched:
-        patched.setattr(saved, "MOST_ROWS", ROWS - 1)
-        with pytest.raises(ConfigError, match=facts("item.weight", ROWS, ROWS - 1)):
+        patched.setattr(records, "MOST_WHOLE", ROWS - 1)
+        with pytest.raises(ConfigError, match=facts("item.weight", ROWS, "rowcast.tables(folder)")):
             rowcast.save(tmp_path, step=5)
     script.model(batch(5)).sum().backward()
     with pytest.raises(ConfigError, match=facts("item.weight", "gradient", "zero_grad")):
@@ -390,9 +397,3 @@ def test_a_loop_cannot_go_on_where_its_beginning_is_not_known(engines: Engines, 
     assert [*rowcast.ahead(iter([3, 4, 5]), skip=1)] == [4, 5]
     with pytest.raises(ConfigError, match=facts("an enumerate, which has begun its loader", "give the loader itself")):
         rowcast.ahead(enumerate(DataLoader(numbers(3))), skip=1)
-
-
-def manifests(folder: Path) -> list[Manifest]:
-    """Newest first."""
-    own = Checkpoints(folder, Disk())
-    return [own.load(name) for name in own.candidates()]

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import rowcast
-from rowcast.prefetcher.run.script import mapped
+from rowcast.prefetcher.stores.records import mapped
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.trainer.adopt.first_rows import place_of
-from rowcast.trainer.adopt.rows import ChangedRows
+from rowcast.trainer.adopt.records import ChangedRows, place_of
 from tests.support.facts import facts
 
 ROWS, DIM = 40, 3

@@ -1,6 +1,5 @@
 """`rowcast advise`: its estimates against the exact simulation of known data, its choice, and what it prints."""
 
-import io
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -30,18 +29,17 @@ from rowcast.analysis.advise.cost import (
 )
 from rowcast.analysis.advise.read import Observed, followed, group_shares, observe, thinned
 from rowcast.analysis.advise.recommend import Advice, Point, first_without, knee, parts, sentences
-from rowcast.analysis.advise.tiers import TierTrials, moved, round_capacities, rounded_up, smallest_capacity, stretches
-from rowcast.analysis.scan.steps import StepRows
+from rowcast.analysis.advise.trials import moved, round_capacities, rounded_up, smallest_capacity, stretches
+from rowcast.analysis.scan import StepRows
 from rowcast.analysis.show import AnalysisProgress, tell
-from rowcast.analysis.simulate.grid import Grid, with_values
 from rowcast.analysis.simulate.ranks import simulate_ranks
-from rowcast.analysis.simulate.simulate import simulate
+from rowcast.analysis.simulate.simulate import Grid, simulate
 from rowcast.command_line.prefetcher import app
-from rowcast.job.file import parse_job
+from rowcast.job.file import parse_job, with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_bytes
-from rowcast.prefetcher.planner.capacity import measure, slots_of
+from rowcast.prefetcher.planner.first_batches import measure, slots_of
 from rowcast.prefetcher.planner.horizon import id_bytes
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader, schedule, stream_columns
@@ -430,6 +428,7 @@ def test_a_terminal_of_80_or_120_columns_holds_every_line(width: int) -> None:
     assert "[lookahead]" in lines
     text = " ".join(lines)
     for part in (
+        "Read: ",
         "Diminishing returns: ",
         "No stalls",
         "Limit: ",
@@ -515,66 +514,8 @@ def test_rates_are_measured_with_the_store_and_the_planner_of_training() -> None
     assert nbytes > 8 * seen.num_lookups / len(seen)
 
 
-# memory tiers
-
-TIERED = {"kind": "tiered", "memory": "4000 rows"}
-TIER_ROWS = ("2000 rows", "2500 rows")
-
-
-def tier_trials(job: Job, share: float, capacity_bytes: int, step_ms: float = 10.0) -> TierTrials:
-    return TierTrials(observed(job, share), job, capacity_bytes, AnalysisProgress(), step_ms / 1e3)
-
-
-@pytest.mark.usefixtures("few_rows")
-def test_rows_from_the_cold_tier_are_estimated_from_some_rows_and_counted_from_all() -> None:
-    for memory in TIER_ROWS:
-        job = made_job("drift", 40, data={"epochs": 2}, store=TIERED | {"memory": memory})
-        capacity = 5 * max(smallest_capacity(observed(job, share)) for share in (1.0, 0.2)) // 4
-        exact, estimate = (tier_trials(job, share, capacity).advice(None, 0).budgets[0] for share in (1.0, 0.2))
-        own = with_values(job, {"cache": {"capacity": capacity}, "lookahead": {"horizon": "auto"}})
-        reader = open_reader(own)
-        (run,) = simulate(own, Grid(), lambda _: schedule(own, reader, None))  # noqa: B023 - called at once
-        assert exact.rows_from_cold == run.rows_from_cold
-        assert exact.memory_rows == run.memory_rows == 2 * int(memory.split()[0])
-        assert exact.margin == 0
-        assert estimate.rows_from_cold_per_step == pytest.approx(
-            exact.rows_from_cold_per_step, rel=max(0.1, estimate.margin)
-        )
-    assert (run.rows_from_cold or 0) > 500
-
-
-def test_a_step_waits_for_what_the_disk_reads_longer_than_it_takes() -> None:
-    trials = tier_trials(made_job("zipf", 12, store=TIERED), 1.0, 2**20, step_ms=10)
-    assert list(trials.use(np.full(40, 5e-3))) == pytest.approx([0.5, 0.0])
-    assert list(trials.use(np.full(40, 20e-3))) == pytest.approx([2.0, 0.5])
-    once = np.full(40, 5e-3)
-    once[20] = 40e-3  # spread over a stretch of 2 * depth + 2 steps, as the disk may read ahead
-    assert trials.use(once)[1] == 0.0
-
-
-@pytest.mark.parametrize(("rows_s", "recommended"), [(1e9, 0), (1e5, None), (1.0, None)])
-def test_the_smallest_memory_that_hardly_waits_is_recommended(rows_s: float, recommended: int | None) -> None:
-    job = made_job("zipf", 30, data={"epochs": 2}, store={"kind": "tiered", "memory": "2GiB"})
-    job = with_values(job, {"lookahead": {"id_bytes": "1MiB"}, "checkpoint": {"memory": "1MiB"}})
-    advice = tier_trials(job, 1.0, 2**20).advice(rows_s, 2**31)
-    waiting = [budget.waits for budget in advice.budgets]
-    assert waiting == sorted(waiting, reverse=True), "more memory waits longer"
-    enough = [budget for budget in advice.budgets if budget.waits < 0.01]
-    assert advice.recommended == (enough[0] if enough else None)
-    if recommended is not None:
-        assert advice.recommended == advice.budgets[recommended]
-
-
-def test_the_advice_for_a_tiered_store_has_its_memory_and_says_what_the_cold_tier_gives() -> None:
-    advice = advise_job(made_job("zipf", 20, store=TIERED), request(cold_rows_s=1e9))
-    assert advice.tier is not None
-    assert advice.tier.recommended is not None
-    assert tomllib.loads(advice.recommended.toml)["store"] == {"memory": "4000 rows"}
-    assert "with a cold tier that gives 1,000,000,000 rows a second. " in (text := advised(advice))
-    assert "* 4000 rows" in text
-
-
-def advised(advice: Advice) -> str:
-    console = Console(width=100, record=True, file=io.StringIO())
-    tell(parts(advice), console)
-    return " ".join(console.export_text().split())
+def test_a_job_with_a_memory_tier_is_sent_to_the_simulation_of_its_sizes() -> None:
+    tiered = made_job("zipf", 20, store={"kind": "tiered", "memory": "3GiB"})
+    text, without = (" ".join(advise_job(job, request()).notes) for job in (tiered, made_job("zipf", 20)))
+    command = "`rowcast simulate --config job.toml --store-memory 1.5GiB --store-memory 3GiB --store-memory 6GiB`"
+    assert text == f"{without} With these sections in the job file, {command} {text.partition(command + ' ')[2]}"

@@ -1,25 +1,40 @@
-"""`rowcast check` of a job that several ranks share."""
+"""`rowcast check` of a job that several ranks share, and of histories that are cut or fall."""
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from rowcast.analysis.check import machine
 from rowcast.analysis.check.check import check_job
-from rowcast.analysis.check.data import ALL, Seen, check_opens, check_ranks, check_samples, check_start, shard_rows
-from rowcast.analysis.check.findings import Finding
+from rowcast.analysis.check.data import (
+    ALL,
+    Seen,
+    SeenHistories,
+    check_histories,
+    check_opens,
+    check_ranks,
+    check_samples,
+    check_start,
+    shard_rows,
+)
 from rowcast.analysis.check.machine import Device, check_device, check_ports, check_rings, check_run_directory
+from rowcast.analysis.show import Finding
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
-from rowcast.prefetcher.planner.capacity import measure
+from rowcast.prefetcher.planner.first_batches import measure
+from rowcast.protocol.batch import Batch
 from rowcast.protocol.parts import Rank, Shards
 from rowcast.runtime.run_directory import RunDirectory, pair_folder
+from tests.support.facts import facts
 from tests.support.jobs import job_content
 from tests.support.jobs import table as table_of
+from tests.support.next_item import LENGTH, job_of
 
 
 def ranked_job(folder: Path, **sections: Any) -> Job:
@@ -144,3 +159,36 @@ def test_capacity_is_that_of_the_rank_that_owns_most_and_memory_that_of_all_pair
     every = zip(seen.largest_batch_rows, seen.touched.largest_batch_rows, strict=True)  # all batches, the first of them
     assert all(of_all >= of_first for of_all, of_first in every)
     assert seen.touched.distinct_rows == tuple(np.max([own.distinct_rows for own in ranks], axis=0))
+
+
+def batch(lengths: list[int], times: list[int]) -> Batch:
+    """Histories of `lengths`; a positive each."""
+    bags = [*lengths, *[1] * len(lengths), *[0] * len(lengths)]
+    return Batch(
+        dense=np.zeros((len(lengths), 0), np.float32),
+        labels=np.zeros(len(lengths), np.float32),
+        ids=np.zeros(sum(bags), np.int64),
+        offsets=np.append(0, np.cumsum(bags)),
+        inputs={"time": np.array(times, np.int64)},
+    )
+
+
+def said(*batches: Batch) -> list[str]:
+    seen, job = SeenHistories(), job_of("hstu")
+    job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, of={"time": "history"}))
+    for own in batches:
+        seen.add(own, job)
+    return [f"{own.level}: {own.sentence}" for own in check_histories(job, seen)]
+
+
+def test_histories_that_rise_and_fit_are_not_mentioned() -> None:
+    """A time may be less than the last of the sample before."""
+    assert said(batch([LENGTH, 0, 2], [*range(LENGTH), 0, 0])) == []
+
+
+def test_cut_histories_and_times_that_fall_are_counted_over_all_batches() -> None:
+    cut, falling = said(
+        batch([LENGTH + 1, 0, 2], [*range(LENGTH + 1), 9, 4]), batch([LENGTH + 2], [3, 2, 1, *range(LENGTH - 1)])
+    )
+    assert re.match(facts("ok", "2 of 4 histories", f"model.history = {LENGTH}"), cut)
+    assert re.match(facts("warning", "2 of 4 histories", "from 9 to 4", "sort"), falling)

@@ -17,7 +17,7 @@ from rowcast.analysis.new import new as new_command
 from rowcast.analysis.new.columns import Distinct
 from rowcast.analysis.new.roles import rounded_up
 from rowcast.command_line.prefetcher import app
-from rowcast.job.file import load_job
+from rowcast.job.file import load_job, with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers import text_files
@@ -92,7 +92,16 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert (job.data.format, job.data.path) == (path.suffix[1:], str(path))
     assert job.data.columns.label == "clicked"
     assert job.data.columns.dense == ["price", "cents", "rating", "new"]
-    assert tables_of(job) == {"user": 610, "item": 44, "account_id": 1100, "device": 100, "hour": 27}
+    tables = tables_of(job)
+    assert {name: count for name, count in tables.items() if not name.endswith("_buckets")} == {
+        "user": 610, "item": 44, "account_id": 1100, "device": 100, "hour": 27
+    }  # fmt: skip
+    assert {name for name in tables if name.endswith("_buckets")} == {
+        "price_buckets",
+        "cents_buckets",
+        "rating_buckets",
+    }
+    assert (job.data.epochs, job.eval.patience, job.eval.keep) == (10, 2, "best")
     assert job.data.columns.hash == ["user", "account_id", "device"]
     for left_out in (
         "row (every row has a value of its own",
@@ -104,7 +113,7 @@ def test_columns_are_taken_for_what_their_names_types_and_values_say(write: Any,
     assert prepare["rating"].fill == pytest.approx(rating.median(), rel=1e-3)
     filled = rating.fillna(rating.median())
     assert prepare["rating"].standardize == pytest.approx((filled.mean(), filled.std()), rel=1e-3)
-    assert sorted(prepare) == ["cents", "price", "rating"], "0 and 1 stay"
+    assert (prepare["new"].fill, prepare["new"].standardize) == (0.0, None), "0 and 1 stay"
     assert (job.data.on_invalid_id, job.data.columns.hash_by_value) == ("zero", True)
     assert (job.data.eval_fraction, job.data.shuffle, job.run_dir) == (0.1, "window:65536", Path("runs/clicks"))
     assert said.splitlines()[-2:] == [
@@ -140,6 +149,7 @@ def test_advice_about_much_text_copies_its_first_rows_only(
 
 
 def trained(job: Job) -> list[np.float32]:
+    job = with_values(job, {"data": {"epochs": 1}, "eval": {"patience": 0, "keep": "newest"}})
     batches = list(schedule(job, open_reader(job)))
     return (
         InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more"), seeded_streams=False))
@@ -169,6 +179,11 @@ def test_the_job_of_a_parquet_file_with_lists_trains_and_learns(tmp_path: Path) 
     assert "a learned vector, because there are no dense features" in text
     losses = trained(job)
     assert np.mean(losses[-20:]) < np.mean(losses[:20]) - 0.1
+
+
+def test_rows_too_few_for_an_evaluation_have_no_patience(tmp_path: Path) -> None:
+    assert new_job(tmp_path, write_csv(tmp_path, clicks()[:9])).eval.patience == 0
+    assert new_job(tmp_path, write_csv(tmp_path, clicks()[:10])).eval.patience == 2
 
 
 def test_lists_in_csv_another_delimiter_and_true_and_false_are_noticed(tmp_path: Path) -> None:
@@ -242,11 +257,11 @@ def test_a_folder_and_a_glob_of_files_are_read_whole(tmp_path: Path) -> None:
         ({"clicked": 1, "new": 0}, (),
          "no column holds 0 and 1 in every row, as a label does (clicked holds values from 1 to 1)"),
         ({"clicked": None, "free": [0, 1] * (NUM_ROWS // 2)}, (),
-         "2 columns hold 0 and 1 (new, free); say which is the label: --label free"),
+         "2 columns hold 0 and 1, and no name tells the label; name it with --label: free, new"),
         ({}, ("--label", "click"), "--label click: {path} has no such column, the nearest is clicked; it has row, "
          "time, user, item, account_id, device, hour, price, cents, rating, constant, new, clicked"),
-        ({}, ("--label", "hour"),
-         "--label hour: a label is 0 or 1 in every row, and this column holds values from 0 to 23"),
+        ({}, ("--label", "device"),
+         "--label device: a label is 0 or 1 in every row, and this column holds"),
         ({}, ("--dense", "user"), "--dense user: a dense feature is a number, and this column holds text; 3,000 of "
          "3,000 values (100 %) are no number, the first 'user "),
         ({}, ("--ids", "usr"), "--ids usr: {path} has no such column, the nearest is user; it has"),
@@ -273,11 +288,11 @@ def test_data_of_another_kind_or_without_ids_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path).endswith(
         f"clicks.csv is csv and clicks.parquet is parquet; name files of one kind, for example '{tmp_path}/*.csv'"
     )
-    (tmp_path / "broken.csv").write_text('label,user\n1,"ann\nbob"\n')
+    (tmp_path / "broken.csv").write_text('label,user\n1,"ann\nbob\n')
     sentence = refused(tmp_path / "broken.csv", code=4)
     assert sentence == (
-        f"{tmp_path / 'broken.csv'}, line 2: a quoted field continues in the next line; "
-        "remove line breaks within fields, or write Parquet"
+        f"{tmp_path / 'broken.csv'}, line 2: a quoted field begins here and does not end; "
+        "close its quotes, and double those within a field"
     )
 
 
@@ -296,6 +311,7 @@ def test_dates_decimals_and_other_types_are_left_out_with_a_reason(tmp_path: Pat
         "vector", pa.array([[0.5]] * 100)
     )
     table = table.append_column("empty", pa.array([None] * 100, pa.int64()))
+    table = table.append_column("place", pa.array([{"x": 1, "y": "b"}] * 100))
     pq.write_table(table, tmp_path / "clicks.parquet")
     text, _ = new(tmp_path / "clicks.parquet")
     for left_out in (
@@ -303,6 +319,7 @@ def test_dates_decimals_and_other_types_are_left_out_with_a_reason(tmp_path: Pat
         "sums (decimal128(21, 2) cannot be read",
         "vector (lists of numbers are not features",
         "empty (it has no values",
+        "place (struct<x: int64, y: string> cannot be read",
     ):
         assert f"# left out: {left_out}" in text
 

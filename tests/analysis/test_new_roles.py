@@ -4,6 +4,7 @@ one table of expected roles, the same in every format, and each option that it s
 
 import re
 import shlex
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from rowcast.analysis.new import new as new_command
@@ -19,14 +21,17 @@ from rowcast.analysis.new.files import look_at
 from rowcast.analysis.new.roles import ChosenRoles, Wish, choose
 from rowcast.analysis.show import AnalysisProgress
 from rowcast.command_line.prefetcher import app
+from rowcast.deploy.frames import open_frame
 from rowcast.job.file import load_job
+from rowcast.job.formats import Prepare
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError
-from tests.support.data_files import same_batch
+from tests.support.data_files import same_array, same_batch
 
 NUM_ROWS = 600
 FORMS = ("csv", "tsv", "jsonl", "parquet", "arrow")
 RNG = np.random.default_rng(9)
+START = RNG.bit_generator.state
 Values = Any
 
 
@@ -142,7 +147,8 @@ LOGS: dict[str, Callable[[], Log]] = {
         label="clk", left_out="time_stamp", dense="price", lists="click_sequence"),
     "AliExpress": lambda: log(
         {"search_id": ids(50), "categorical_4": codes(20, 3, 500), "categorical_7": codes(40, 0, 5000),
-         "numerical_1": reals(), "numerical_2": counts(), "conversion": flag(0.02), "click": flag()},
+         "numerical_1": np.append(21.0, reals()[1:]),
+         "numerical_2": counts(), "conversion": flag(0.02), "click": flag()},
         label="click", dense="numerical_1,numerical_2", left_out="conversion"),
     "Ali-CCP": lambda: log(
         {"click": flag(), "purchase": flag(0.05), "101": codes(90), "121": codes(30, 1, 999), "205": codes(90),
@@ -151,7 +157,7 @@ LOGS: dict[str, Callable[[], Log]] = {
         label="click", dense="D508", left_out="purchase"),
     "two labels under other names": lambda: log(
         {"label": flag(), "second": np.zeros(NUM_ROWS, int), "is_new": flag(), "other": flag()},
-        label="label", dense="other", left_out="second,is_new"),
+        label="label", dense="is_new,other", left_out="second"),
     "a rating that made the label": lambda: log(
         {"user": sparse(), "points": pick([1, 2, 3, 4, 5]), "label": flag()}, label="label", left_out="points"),
     "RecBole": lambda: log(
@@ -184,10 +190,10 @@ LOGS: dict[str, Callable[[], Log]] = {
         {"label": flag(), "user_id": ids(50), "a": numbers("%Y%m%d"), "b": numbers("%y%m%d%H"),
          "c": numbers("%Y%m%d%H"),
          "d": times("%d-%b-%y"), "e": times("%d/%m/%Y %H:%M"), "f": times("%b %d, %Y"),
-         "g": times("%Y-%m-%dT%H:%M:%SZ"),
+         "g": times("%Y-%m-%dT%H:%M:%SZ"), "h": times("%Y%m%dT%H%M%S"),
          "date": 45_352.5 + np.arange(NUM_ROWS) / 8, "ts": 1_709_251_200 + np.arange(NUM_ROWS) * 97,
          "event_time": (1_709_251_200 + np.arange(NUM_ROWS) * 97) * 1000, "year": ids(70, 1931), "hour": ids(24)},
-        label="label", left_out="a,b,c,d,e,f,g,date,ts,event_time", dense="year"),
+        label="label", left_out="a,b,c,d,e,f,g,h,date,ts,event_time", dense="year"),
     "lists of every spelling": lambda: log(
         {"label": flag(), "caret": lists(["3", "5", "170301", "99"], "^"), "pipe": lists(GENRES, "|"),
          "semicolon": lists(GENRES, ";"), "comma": lists(GENRES, ","), "space": lists(GENRES, " "),
@@ -196,6 +202,24 @@ LOGS: dict[str, Callable[[], Log]] = {
          "pairs": lists(["3:0.5", "4:0.1", "5:0.2"], "|"), "title": text(4), "city": pick(["San Jose", "New York",
          "Los Angeles", "Rom"])},
         label="label", left_out="pairs", lists="caret,pipe,semicolon,comma,space,json,quoted"),
+    "cells with a meaning": lambda: log(
+        {"label": pick(["yes", "no"]), "user_id": ids(50), "housing": pick(["yes", "no", "yes"]),
+         "is_weekend": flag(), "party": pick(["none", "-", "guarantor"]), "member": pick(["t", "f", ""]),
+         "charge": [str(own) if own > 1 else " " for own in reals()],
+         "earned": [f"${own:,.2f} " for own in reals() * 900],
+         "share": [f"{own} %".replace(".", ",") for own in reals()],
+         "balance": pick(["?", "-3", "+4.5", "17", "1e2"]),
+         "child": [str(own) for own in RNG.geometric(0.4, NUM_ROWS) - 1]},
+        label="label", dense="housing,is_weekend,member,charge,earned,share,balance,child"),
+    "codes without a telling name": lambda: log(
+        {"y": flag(), "resource": RNG.choice(10**6, 3000)[(RNG.zipf(1.3, NUM_ROWS) - 1) % 3000],
+         "money": np.floor(RNG.lognormal(8, 1, NUM_ROWS) / 10) * 10, "tenure": RNG.integers(0, 73, NUM_ROWS),
+         "area": np.where(flag(0.8), RNG.integers(40, 140, NUM_ROWS) * 10, RNG.integers(400, 1400, NUM_ROWS)),
+         "u": hexes(9)},
+        label="y", dense="money,tenure,area"),
+    "presence tells": lambda: log(
+        {"churned": flag(), "user": hexes(60), "plan": pick(["a", "b"])},
+        label="churned", left_out="reason,order_value"),
     "codes and counts without a telling name": lambda: log(
         {"y": flag(), "a": codes(30), "b": counts(), "c": ids(40), "d": RNG.integers(0, 10**7, NUM_ROWS),
          "e": sparse(60), "f": hexes(50)},
@@ -204,11 +228,15 @@ LOGS: dict[str, Callable[[], Log]] = {
 
 
 def made(name: str) -> tuple[pd.DataFrame, Log]:
+    RNG.bit_generator.state = START  # a log does not depend on those before it
     own = LOGS[name]()
     frame = pd.DataFrame(own.columns)
     if name == "two labels under other names":
         frame["second"] = frame["label"] & flag(0.3)
         frame["user"] = hexes(30)
+    if name == "presence tells":
+        frame["reason"] = pd.Series(lists(GENRES, "/")).where(frame["churned"] == 1)
+        frame["order_value"] = np.where(frame["churned"] == 1, reals(), 0.0)
     if name == "a rating that made the label":
         frame["label"] = (frame["points"] >= 4).astype(int)
     return frame, own
@@ -232,6 +260,11 @@ def roles_in(path: Path, option: str) -> ChosenRoles:
     return choose(look_at(str(path), [], {}, AnalysisProgress()), Wish(label=label, dense=[], ids=[]))
 
 
+def meaning(prepare: Prepare) -> Prepare:
+    """Text of a format with types has a mark, and empty cells, that its CSV does not need to name."""
+    return replace(prepare, number=prepare.number.replace(".", ""), missing=[*filter(None, prepare.missing)])
+
+
 @pytest.mark.parametrize("name", LOGS)
 def test_every_column_has_the_role_that_a_person_would_give(name: str, tmp_path: Path) -> None:
     frame, expected = made(name)
@@ -243,7 +276,7 @@ def test_every_column_has_the_role_that_a_person_would_give(name: str, tmp_path:
                 roles_in(path, "")
         chosen = roles_in(path, expected.option)
         found[form] = {
-            own.column.name: (own.role, own.hashed, own.num_embeddings, own.prepare) for own in chosen.choices
+            own.column.name: (own.role, own.hashed, own.num_embeddings, meaning(own.prepare)) for own in chosen.choices
         }
         roles = {role: [name for name, own in found[form].items() if own[0] == role] for role in ("dense", "left out")}
         assert chosen.label.text == expected.label
@@ -253,6 +286,63 @@ def test_every_column_has_the_role_that_a_person_would_give(name: str, tmp_path:
         assert lists == set(filter(None, expected.lists.split(",")))
     for form in FORMS:
         assert found[form] == found["csv"], f"a role depends on values, not on the format: {form}"
+
+
+@pytest.mark.parametrize("name", ["cells with a meaning", "Taobao", "Porto Seguro"])
+def test_a_file_of_any_format_and_its_frame_have_the_same_samples(name: str, tmp_path: Path) -> None:
+    frame, _ = made(name)
+    dense = {}
+    for form in FORMS:
+        path = write(frame, tmp_path, form)
+        (tmp_path / "job.toml").write_text(new(path).stdout)
+        job = load_job(tmp_path / "job.toml", ("data.shuffle=none", "data.eval_fraction=0"))
+        read = list(open_reader(job).batches("train", 0))
+        text = {"csv": ",", "tsv": "\t"}.get(form)
+        given = pd.read_csv(path, sep=text, keep_default_na=False, na_values=[""]) if text else frame
+        for batch, own in zip(read, open_frame(job, given).batches("train", 0), strict=True):
+            assert same_array(batch.dense, own.dense)
+            assert same_array(batch.ids, own.ids)
+        dense[form] = np.concatenate([batch.dense for batch in read])
+        assert same_array(dense[form], dense["csv"])
+
+
+LABELS: dict[str, tuple[dict[str, Any], str]] = {
+    "a flag in the middle": ({"flag": [0, 1] * 8, "cost": range(30, 46)}, "--label: flag; --label cost, a measure,"),
+    "two flags": ({"free": [0, 1] * 8, "u": ["a", "b"] * 8, "new": [1, 0] * 8}, "--label: new, free"),
+    "a class of two": ({"own": ["yes", "no"] * 8, "class": ["good", "bad"] * 8}, "--label class=good makes one"),
+    "several classes": ({"g": ["F", "M"] * 8, "class": ["unacc", "acc", "good", "acc"] * 4},
+                        "(class holds 3 classes, and one is learned at a time); --label class=acc makes one"),
+    "a label with a missing value": ({"label": [0, 1, None, 1] * 4, "g": ["F", "M"] * 8}, "missing, the first in"),
+    "True. and False.": ({"Churn?": ["True.", "False."] * 8, "g": ["F", "M"] * 8}, "--label 'Churn?=True.' makes one"),
+    "no name": ({"u": [*"abcd"] * 4, "g": ["F", "M"] * 8, "size": range(16)}, "--label size, a measure, trains a"),
+    "a measure of few rows": ({"flag": [0, 1] * 4, "cost": [own / 3 for own in range(8)]}, "--label cost, a measure,"),
+    "a price in the middle": ({"view": [0, 1] * 8, "price": range(16), "lot": range(9, 25)}, "--label price, a"),
+    "a log of clicks alone": ({"item": range(16), "timestamp": range(10**9, 10**9 + 16)}, "clicks alone"),
+    "no name and no measure": ({"u": [*"abcd"] * 4, "g": ["F", "M"] * 8, "v": [*"abcd"] * 4}, "no name tells one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_label_is_asked_for(name: str, form: str, tmp_path: Path) -> None:
+    columns, said = LABELS[name]
+    frame = pd.DataFrame({"user_id": range(7, 7 + len(next(iter(columns.values()))))} | columns)
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        roles_in(write(frame, tmp_path, form), "")
+    assert "g=F" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [*LABELS, "no header"])
+def test_a_refusal_is_at_most_three_lines_of_80_columns(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    columns, _ = LABELS.get(name, ({"label": [0, 1] * 8, "age": range(16)}, ""))
+    frame = pd.DataFrame({"user_id": range(7, 7 + len(next(iter(columns.values()))))} | columns)
+    frame.to_csv("log.csv", index=False, header=name != "no header")
+    refused = new(Path("log.csv"))
+    assert (refused.exit_code, refused.stdout) in ((2, ""), (4, ""))
+    assert len(textwrap.wrap(refused.stderr, 80)) <= 3, refused.stderr
 
 
 @pytest.mark.parametrize("name", ["Criteo", "Taobao", "Porto Seguro", "label-encoded"])
@@ -294,8 +384,8 @@ def no_advice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_begins_with_the_doubtful_columns_and_their_options(tmp_path: Path) -> None:
     frame, _ = made("Ali-CCP")
     lines = new(write(frame, tmp_path, "csv")).stderr.splitlines()
-    assert [line.split("  ")[0] for line in lines[1:6]] == ["column", "purchase", "click", "101", "121"]
-    assert lines[2].endswith("; --dense purchase decides otherwise")
+    assert [line.split("  ")[0] for line in lines[2:7]] == ["column", "purchase", "click", "101", "121"]
+    assert lines[3].endswith("; --dense purchase decides otherwise")
     assert "lookahead" not in "".join(lines)
     result = new(tmp_path / "log.csv", "--dense", "purchase")
     assert 'dense = ["purchase", "D508"]' in result.stdout
@@ -393,7 +483,6 @@ OTHER_FILES = {
     "log.libfm": (b"1 0:1 5:1 9:0.5\n0 0:1 6:1\n", "libfm"),
     "log.ffm": (b"1 0:3:1 1:5:0.5\n0 0:4:1\n", "libffm"),
     "log.bz2": (b"BZh91AY&SY", "bzip2"),
-    "log.json": (b'[{"label": 1, "user": "a"}]', "JSON array"),
     "log.stream": (b"\xff\xff\xff\xff\x10\x01", "a stream of Arrow"),
     "log.pkl": (b"\x80\x04\x95", "pickle"),
 }
@@ -410,16 +499,15 @@ def test_a_file_of_another_kind_is_named_with_the_python_that_makes_parquet_of_i
     assert f".to_parquet('{tmp_path / 'log.parquet'}')" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["log.libsvm", "log.ffm", "log.json", "log.npz"])
+@pytest.mark.parametrize("name", ["log.libsvm", "log.ffm", "log.npz"])
 def test_the_python_that_is_printed_makes_parquet(name: str, tmp_path: Path) -> None:
     if name == "log.npz":
         np.savez(tmp_path / name, label=flag(), user=ids(20), seen=np.ones((NUM_ROWS, 3), int))
     else:
-        (tmp_path / name).write_bytes(OTHER_FILES[name][0] * (1 if name == "log.json" else 50))
+        (tmp_path / name).write_bytes(OTHER_FILES[name][0] * 50)
     _, code = new(tmp_path / name).stderr.strip().split("and give that: ")
     exec(code, {})
     frame = pd.read_parquet(tmp_path / "log.parquet")
     assert "label" in frame
-    if name != "log.json":
-        option = ["--label", "label=1"] if name == "log.libsvm" else []
-        assert new(tmp_path / "log.parquet", *option).exit_code == 0
+    option = ["--label", "label=1"] if name == "log.libsvm" else []
+    assert new(tmp_path / "log.parquet", *option).exit_code == 0

@@ -1,7 +1,7 @@
 """Reading a part of an epoch: which batches are drawn, and that they are what a whole reading would give."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rowcast.analysis.scan import steps
-from rowcast.analysis.scan.steps import (
+from rowcast.analysis import scan as steps
+from rowcast.analysis.scan import (
     Amount,
     draw_batches,
     read_drawn,
@@ -20,15 +20,8 @@ from rowcast.analysis.scan.steps import (
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.reader import Pending, Reader, open_reader
 from rowcast.protocol.batch import Batch, Kind
-from tests.support.data_files import (
-    PARQUET_COLUMNS,
-    click_log,
-    make_job,
-    same_batch,
-    write_day,
-    write_parquet,
-    write_tsv,
-)
+from tests.support.data_files import make_job, same_batch
+from tests.support.format_cases import Case, bags, custom, npy, tsv, tsv_gz
 
 
 def synthetic(samples: int, batch_size: int = 8, **data: Any) -> Job:
@@ -80,33 +73,8 @@ def test_an_amount_is_a_share_and_at_least_so_many_batches(num_batches: int, amo
 # readers
 
 
-def tsv(folder: Path, **data: Any) -> Job:
-    write_tsv(click_log(), folder / "train.tsv")
-    return make_job("criteo-tsv", path=str(folder / "train.tsv"), **data)
-
-
-def tsv_gz(folder: Path, **data: Any) -> Job:
-    write_tsv(click_log(60, 1), folder / "day_0.gz")
-    write_tsv(click_log(43, 2), folder / "day_1")
-    return make_job("criteo-tsv", path=str(folder), **data)
-
-
-def npy(folder: Path, **data: Any) -> Job:
-    write_day(folder, "day_0", 103)
-    return make_job("criteo-npy", path=str(folder), **data)
-
-
-def bags(folder: Path, **data: Any) -> Job:
-    write_parquet(folder / "a.parquet", 103)
-    return make_job("parquet", path=str(folder / "a.parquet"), columns=PARQUET_COLUMNS, **data)
-
-
-def custom(folder: Path, **data: Any) -> Job:
-    return make_job("tests.support.data_files:listed", **data)
-
-
-def iterator(folder: Path, **data: Any) -> Job:
-    return make_job("tests.analysis.test_sample:once", **data)
+def iterator(folder: Path, **data: Any) -> tuple[Job, None]:
+    return make_job("tests.analysis.test_sample:once", **data), None
 
 
 def once(job: Job) -> Iterator[Batch]:
@@ -114,7 +82,7 @@ def once(job: Job) -> Iterator[Batch]:
     return iter(list(open_reader(make_job("tests.support.data_files:listed")).batches("train", 0)))
 
 
-FORMATS: list[Callable[..., Job]] = [tsv, tsv_gz, npy, bags, custom, iterator]
+FORMATS: list[Case] = [tsv, tsv_gz, npy, bags, custom, iterator]
 
 
 class Watched:
@@ -140,9 +108,9 @@ class Watched:
 @pytest.mark.parametrize("shuffle", ["none", "window:16"])
 @pytest.mark.parametrize("make", FORMATS)
 def test_drawn_batches_are_those_that_a_whole_reading_has_there(
-    make: Callable[..., Job], shuffle: str, seeks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Case, shuffle: str, seeks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = make(tmp_path, shuffle=shuffle)
+    job, _ = make(tmp_path, shuffle=shuffle)
     whole = list(open_reader(job).batches("train", 0))
     assert len(whole) == 11
     reader = Watched(open_reader(job))
@@ -158,7 +126,7 @@ def test_drawn_batches_are_those_that_a_whole_reading_has_there(
 
 
 def test_the_evaluation_split_can_be_sampled_too(tmp_path: Path) -> None:
-    job = tsv(tmp_path)
+    job, _ = tsv(tmp_path)
     reader = open_reader(job)
     whole = list(reader.batches("eval", 0))
     wanted = list(draw_batches(job, reader, Amount(share=0.67), "eval"))
@@ -168,8 +136,8 @@ def test_the_evaluation_split_can_be_sampled_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [custom, iterator])
-def test_an_epoch_of_unknown_length_is_sampled_to_its_end(make: Callable[..., Job], tmp_path: Path) -> None:
-    job = make(tmp_path)
+def test_an_epoch_of_unknown_length_is_sampled_to_its_end(make: Case, tmp_path: Path) -> None:
+    job, _ = make(tmp_path)
     reader = open_reader(job)
     endless = list(islice(draw_batches(job, reader, Amount(share=0.25), "train"), 50))
     assert [index // 4 for index in endless] == list(range(50))
@@ -180,15 +148,14 @@ def test_an_epoch_of_unknown_length_is_sampled_to_its_end(make: Callable[..., Jo
 
 
 def test_a_place_is_sought_only_where_that_is_cheaper_than_reading_on(tmp_path: Path) -> None:
-    def cost(job: Job) -> float:
+    def cost(make: Case, **data: Any) -> float:
+        folder = tmp_path / f"{make.__name__} {data}"
+        folder.mkdir()
+        job, _ = make(folder, **data)
         return rows_worth_skipping(job, open_reader(job), "train")
 
-    folders = [tmp_path / name for name in "abcdefg"]
-    for folder in folders:
-        folder.mkdir()
-    assert cost(npy(folders[0])) == 0
-    assert cost(npy(folders[1], shuffle="full")) == 83 / 32
-    assert cost(tsv(folders[2])) == cost(tsv_gz(folders[4])) == 0
-    assert cost(bags(folders[6])) == steps.DECODED_ROWS
-    assert cost(bags(folders[3], shuffle="window:65536")) == 65536
-    assert cost(custom(folders[5])) == np.inf
+    assert cost(npy) == cost(tsv) == cost(tsv_gz) == 0
+    assert cost(npy, shuffle="full") == 83 / 32
+    assert cost(bags) == steps.DECODED_ROWS
+    assert cost(bags, shuffle="window:65536") == 65536
+    assert cost(custom) == np.inf

@@ -7,15 +7,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.analysis.scan.steps import scan
+from rowcast.analysis.scan import scan
 from rowcast.analysis.simulate.command import require_one
-from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.grid import settings as settings_of_grid
-from rowcast.analysis.simulate.moves import TierMoves, new_planner, planned_moves
-from rowcast.analysis.simulate.simulate import Simulation, StepArrays, simulate
+from rowcast.analysis.simulate.moves import TierMoves, planned_moves
+from rowcast.analysis.simulate.simulate import Grid, Simulation, StepArrays, simulate
+from rowcast.analysis.simulate.simulate import settings as settings_of_grid
+from rowcast.job.file import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import measure, slots_of
+from rowcast.prefetcher.planner.first_batches import measure, slots_of
+from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.stores.store import StoreCounts
 from rowcast.prefetcher.stores.tiered_store import TieredStore
@@ -127,7 +128,7 @@ def tier_of_run(
     settings = Settings(slots=slots, tier_slots=tier, tier_reserve=2000, seed=seed, seeded_streams=False)
     run = InProcessRun(job, batches, settings).run()
     (setting,) = settings_of_grid(job, Grid())
-    planner = new_planner(setting, groups, [slots, tier], batches[:32])
+    planner = job_planner(setting.job, groups, [slots, tier], batches[:32])
     moved = planned_moves(scan(groups, batches, lambda: None), planner, lambda: None).tier
     counts = [store.counts() for store in run.plain_stores]
     assert moved is not None
@@ -164,29 +165,6 @@ def test_where_rows_come_back_late_a_run_reads_as_many_from_the_cold_tier(seed: 
     for own, cold, both in zip(counts, from_cold.tolist(), entered.tolist(), strict=True):
         assert (own.untouched_loaded, own.late) == (both - cold, 0)
         assert 0.99 * cold <= own.loaded <= cold  # one or two rows come back before they have left
-
-
-def test_the_command_plans_the_tier_of_two_processes(session: Session) -> None:
-    session.write_job(
-        data={"epochs": 3, "synthetic": {"samples": 64 * 30}},
-        cache={"capacity": "20KiB"},
-        store={"kind": "tiered", "memory": "700 rows"},
-        lookahead={"depth": 2},
-    )
-    prefetcher, trainer = session.start_both()
-    trainer.ended().quiet()
-    prefetcher.ended().quiet()
-    counted = read_report(session.run_dir / "report.json").tier
-    (own,) = msgspec.json.decode(session.start("simulate", "--json").ended().quiet().stdout)["results"]
-    assert own["steps"] == 90
-    assert counted is not None, "the store has a memory tier"
-    assert counted.rows_from_cold > 0
-    assert own["memory_rows"] == 700
-    assert own["rows_from_cold"] > own["memory_rows"]
-    never_trained = own["rows_entered"] - own["rows_from_cold"]
-    if counted.late_rows == 0:  # the disk has kept up, so rows came as planned, or had not left yet
-        assert counted.rows_never_trained <= never_trained
-        assert counted.rows_from_cold <= own["rows_from_cold"]
 
 
 ORDERS = ("none", "window:500", "full")
@@ -238,22 +216,6 @@ def test_the_grid_is_every_combination_and_horizons_below_the_depth_are_raised()
     found = [(result.capacity, result.policy, result.horizon) for result in simulated(job, batches, grid)]
     each = [("lru", None), ("lookahead", 3), ("lookahead", 7), ("lookahead", "auto"), ("belady", None)]
     assert found == [(capacity, policy, horizon) for capacity in (f"{EVERYTHING}", "3MB") for policy, horizon in each]
-
-
-def test_each_batch_size_reads_the_data_of_its_own_job() -> None:
-    job, batches = workload("single")
-    asked = []
-
-    def open_batches(own: Job) -> list[ScheduledBatch]:
-        asked.append(own.data.batch_size)
-        return batches[: own.data.batch_size]
-
-    results = simulate(job, Grid(batch_sizes=(5, 12)), open_batches)
-    assert asked == [5, 12]
-    assert [(result.batch_size, (result.steps or 0) + (result.eval_steps or 0)) for result in results] == [
-        (5, 5),
-        (12, 12),
-    ]
 
 
 @pytest.mark.parametrize("shuffle", ORDERS)

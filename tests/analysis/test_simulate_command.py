@@ -8,9 +8,8 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-import rowcast.analysis.simulate.plot
-from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
-from rowcast.analysis.simulate.plot import curves
+import rowcast.analysis.simulate.command
+from rowcast.analysis.simulate.command import SimulateOptions, curves, run_simulate
 from rowcast.analysis.simulate.simulate import Simulation
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
@@ -146,7 +145,7 @@ sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(cap
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"curves{suffix}"
-    rowcast.analysis.simulate.plot.plot_results(
+    rowcast.analysis.simulate.command.plot_results(
         [
             *results(),
             *results(batch_size=128),

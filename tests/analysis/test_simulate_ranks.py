@@ -8,15 +8,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from rowcast.analysis.scan.steps import Sharing, measured_keys, owners_touched
+from rowcast.analysis.scan import Sharing, measured_keys, owners_touched
 from rowcast.analysis.simulate.command import SimulateOptions, ranks_jobs, run_simulate
-from rowcast.analysis.simulate.grid import Grid, with_values
-from rowcast.analysis.simulate.ranks import RanksSimulation, owners_slots, simulate_ranks, step_exchange, travelled
-from rowcast.analysis.simulate.simulate import simulate
+from rowcast.analysis.simulate.ranks import RanksSimulation, simulate_ranks, step_exchange
+from rowcast.analysis.simulate.simulate import Grid, simulate
+from rowcast.job.file import with_values
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import measure, slots_of
-from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
+from rowcast.prefetcher.planner.exchange import ExchangedRows, ShareOfBatch
+from rowcast.prefetcher.planner.first_batches import measure, slots_of
 from rowcast.prefetcher.planner.grouping import Grouper, Grouping, JointGrouper
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import open_reader, schedule
@@ -145,7 +145,7 @@ def test_the_shares_of_all_ranks_are_those_that_each_prefetcher_works_out_alone(
             for number in range(count):
                 alone = ShareOfBatch(groups, JointGrouper(groups), Rank(number=number, count=count, parts=parts))
                 expected, found = alone.group(cut)[group.index], shares.owned[number]
-                assert isinstance(expected, SharedRows)
+                assert isinstance(expected, ExchangedRows)
                 assert np.array_equal(found.keys, expected.keys)
                 assert (found.num_lookups, found.nbytes) == (expected.num_lookups, expected.nbytes)
                 assert tuple(shares.exchanged[:, number]) == expected.send_counts
@@ -195,7 +195,7 @@ def test_the_slots_of_each_rank_are_those_of_a_run() -> None:
     expected = [
         slots_of(job, groups, measure(groups, batches, Rank(number=number, count=4, parts=4))) for number in range(4)
     ]
-    assert owners_slots(job, groups, keys, batches) == expected
+    assert [slots_of(job, groups, own) for own in owners_touched(groups, keys, batches, 4)] == expected
     assert len(set(expected)) > 1
 
 
@@ -209,13 +209,6 @@ def test_a_setting_that_does_not_fit_says_why_and_the_others_are_simulated() -> 
     assert one.skipped is not None
     assert "too small" in one.skipped
     assert four.skipped is None
-
-
-def test_rows_that_a_rank_owns_do_not_travel() -> None:
-    exchanged = np.arange(16).reshape(4, 4)  # [who looks up, who owns]
-    sent, received = travelled(exchanged)
-    assert sent.tolist() == [24, 23, 22, 21]
-    assert received.tolist() == [6, 17, 28, 39]
 
 
 @pytest.mark.parametrize(("gradients", "nbytes"), [("fp32", 4), ("bf16", 2)])

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.analysis.timeline.timeline import (
+from rowcast.analysis.timeline import (
     TimelineOptions,
     began,
     lives,
@@ -78,11 +78,6 @@ def test_steps_choose_the_time_in_which_they_were_computed(run_dir: Path) -> Non
 def test_steps_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--steps .*: give the first step"):
         parse_steps(text)
-
-
-def test_steps_that_the_run_has_not_are_refused_with_those_that_it_has(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="has steps 0 to 3"):
-        events_of(run_dir, steps="10:20")
 
 
 def test_work_for_later_steps_under_the_compute_of_earlier_ones_is_measured(run_dir: Path) -> None:
@@ -163,7 +158,9 @@ def test_a_file_that_is_no_recording_is_refused(run_dir: Path, content: bytes) -
         read_pair(run_dir)
 
 
-def test_a_page_that_cannot_be_written_is_refused(run_dir: Path) -> None:
+def test_steps_that_the_run_has_not_and_a_page_that_cannot_be_written_are_refused(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="has steps 0 to 3"):
+        events_of(run_dir, steps="10:20")
     with pytest.raises(ConfigError, match=r"^--out .*No such file"):
         run_timeline(run_dir, TimelineOptions(out=run_dir / "no" / "t.json"))
 

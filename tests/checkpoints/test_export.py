@@ -19,7 +19,8 @@ from rowcast.job.tables import GroupSpec, group_specs
 from rowcast.prefetcher.checkpoints import export, row_files
 from rowcast.prefetcher.checkpoints.export import CheckpointRows, SavedModelState, export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores import records as stores
+from rowcast.prefetcher.stores.records import first_records, of_seed
 from rowcast.prefetcher.stores.store import Keys, Records
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import DenseFile, Manifest, file_checksum, newest_checkpoint, read_manifest
@@ -208,7 +209,7 @@ def test_an_export_takes_memory_for_a_block_and_a_file_of_each_layer_not_for_a_t
         blocks.append(len(keys))
         return first_records(group, seed, keys)
 
-    monkeypatch.setattr(export, "first_records", count)
+    monkeypatch.setattr(stores, "first_records", count)
     out = tmp_path / "out"
     tracemalloc.start()
     export_run(run.job.run_dir, out)
@@ -289,7 +290,7 @@ def test_dense_tensors_of_every_type_survive(dtype: torch.dtype, tmp_path: Path)
     nbytes, checksum = file_checksum(root / manifest.name / "other.safetensors")
     dense = DenseFile(file=f"{manifest.name}/other.safetensors", nbytes=nbytes, checksum=checksum)
     out = io.BytesIO()
-    rows = CheckpointRows(root, manifest.layers, run.groups, run.job.job.seed)
+    rows = CheckpointRows(root, manifest.layers, run.groups, of_seed(run.job.job.seed), export.all_of(run.groups))
     state = SavedModelState(root, msgspec.structs.replace(manifest, dense=dense))
     export.write_safetensors(out, run.groups, rows.tensors(run.groups) | state.tensors, rows, state)
     loaded = torch_load(out.getvalue())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.checkpoints import snapshot, writer
+from rowcast.prefetcher.checkpoints import writer
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import restore_rows
 from rowcast.prefetcher.stores.memory_store import MemoryStore
@@ -47,7 +47,7 @@ def test_steps_follow_a_barrier_although_none_of_its_rows_is_written(
 def test_a_checkpoint_that_is_written_late_has_the_rows_of_its_barrier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(snapshot, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(writer, "BLOCK_BYTES", 1000)
     whole = begun(tmp_path / "whole", num_steps=EVERY).run()
     run = begun(tmp_path / "late")
     advance_all_but_the_writer(run)

@@ -15,8 +15,7 @@ from rowcast.prefetcher.checkpoints.export import export_run, table_tensors
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
 from rowcast.prefetcher.checkpoints.restore import dense_content
-from rowcast.prefetcher.stores.elements import elements_of
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import elements_of, first_records
 from rowcast.runtime.checkpoint_manifest import Manifest, Position
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError

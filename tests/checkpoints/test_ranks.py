@@ -11,7 +11,7 @@ from rowcast.prefetcher.checkpoints import commit, row_files
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_changed, restore_rows
 from rowcast.prefetcher.checkpoints.row_files import read_rows
-from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.run.starting_point import Tables
 from rowcast.prefetcher.stores.store import finish
 from rowcast.protocol.parts import BLOCK_BITS
 from rowcast.runtime.checkpoint_manifest import (

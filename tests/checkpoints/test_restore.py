@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.checkpoints import row_files
 from rowcast.prefetcher.checkpoints.restore import restore_changed, restore_rows
-from rowcast.prefetcher.stores.first_records import first_records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.records import first_records
 from rowcast.prefetcher.stores.store import Finished, Keys, Records, RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.runtime.checkpoint_manifest import Manifest

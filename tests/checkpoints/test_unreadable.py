@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, why_foreign
-from rowcast.prefetcher.checkpoints.interval import keep_interval, read_interval
 from rowcast.prefetcher.run.starting_point import RUN_FILE, read_note
 from rowcast.runtime.checkpoint_manifest import (
     SHARD_NAME,
@@ -43,7 +42,6 @@ def run(tmp_path: Path) -> FakeRun:
     for share in (0.6, 0.3):
         found.train_some(share)
         found.checkpoint()
-    keep_interval(Disk(), tmp_path / "run" / "checkpoints", "10m", 7)
     return found
 
 
@@ -64,7 +62,6 @@ READS: dict[str, Callable[[Path, Path, Any], Any]] = {
     "newest_checkpoint": lambda folder, newest, manifest: newest_checkpoint(folder),
     "newest_valid": lambda folder, newest, manifest: Checkpoints(folder, Disk()).newest_valid(),
     "choose": lambda folder, newest, manifest: Checkpoints(folder, Disk()).choose(None),
-    "read_interval": lambda folder, newest, manifest: read_interval(folder / "checkpoints", "10m"),
     "read_note": lambda folder, newest, manifest: read_note(folder),
     "read_shard_file": lambda folder, newest, manifest: read_shard_file(newest / "shard-001.json"),
     "completion": lambda folder, newest, manifest: RunDirectory(folder, "trainer").completion(),
@@ -118,7 +115,6 @@ def test_what_is_missing_is_missing(tmp_path: Path) -> None:
     assert run_of(tmp_path / "step-000000000010") is None
     assert readable(tmp_path / "step-000000000010") is None
     assert checkpoint_folders(tmp_path) == checkpoint_folders(tmp_path / "none") == []
-    assert read_interval(tmp_path, "10m") is None
     assert read_note(tmp_path) is None
     assert read_shard_file(tmp_path / SHARD_NAME) is None
     assert RunDirectory(tmp_path, "trainer").completion() is None
@@ -133,7 +129,7 @@ VALUES = {ast.Constant, ast.List, ast.Dict, ast.Tuple}
 MEANT = {  # function: why no harm is done
     "prefetcher/checkpoints/folder.py: softly": "told as a warning; nothing is removed",
     "prefetcher/readers/copies.py: find": "the file is copied again",
-    "protocol/transport/callers.py: _name_of": "a caller is refused, and comes again",
+    "protocol/transport/endpoint.py: _name_of": "a caller is refused, and comes again",
     "protocol/transport/endpoint.py: is_ipv6": "a name without an address yet",
     "protocol/transport/rank_links.py: read_listens": "looked for again, until a time-out that is told",
     "protocol/transport/ring_file.py: _remove_if_left": "a file stays",
@@ -144,7 +140,7 @@ MEANT = {  # function: why no harm is done
     "runtime/machine.py: at_other_end": "of the kernel: not visible",
     "runtime/machine.py: room_of": "of /sys: not visible",
     "runtime/machine.py: stat_of": "of /proc: the process is gone",
-    "runtime/network.py: interface_toward": "of the kernel: no route",
+    "runtime/machine.py: interface_toward": "of the kernel: no route",
     "runtime/run_directory.py: failure_since": "a note shortens a wait, and its loss lengthens it",
     "runtime/telemetry/server.py: _accept": "a caller has left",
     "trainer/run/meeting.py: answers": "asked again, until a time-out that is told",

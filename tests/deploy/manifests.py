@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,3 +156,16 @@ def kubernetes_container(name: str, folder: Path) -> Container:
         job_file=job_file,
         shm_bytes=parse_bytes(volumes["rings"]["emptyDir"]["sizeLimit"] + "B"),
     )
+
+
+def compose_fault(path: Path) -> str:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def kubernetes_verdicts(path: Path, version: str) -> list[str]:
+    """A line for each object of a manifest."""
+    command = [sys.executable, "-m", "kubernetes_validate", "--strict", "--kubernetes-version", version, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [line for line in (done.stdout + done.stderr).splitlines() if line.startswith(("INFO", "ERROR"))]

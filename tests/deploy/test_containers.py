@@ -1,13 +1,15 @@
-"""The container files against each other and the programs that they start: names, ports, paths, users, exit codes."""
+"""The container files against published schemas, hadolint, each other and the programs that they start."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import rowcast.runtime.children
+import rowcast.runtime.process
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.transport.endpoint import MAX_PATH_BYTES, NAME_BYTES
 from rowcast.runtime.errors import ERRORS_BY_EXIT_CODE, ConfigError, DataError, Mismatch, PeerLost
@@ -18,10 +20,12 @@ from tests.deploy.manifests import (
     Container,
     compose,
     compose_container,
+    compose_fault,
     dockerfile,
     instructions,
     kubernetes,
     kubernetes_container,
+    kubernetes_verdicts,
     pod,
 )
 
@@ -118,7 +122,7 @@ def test_neither_container_can_do_more_than_it_must(both: Both) -> None:
     for container in both.values():
         assert container.read_only_root
         assert container.dropped == ["ALL"]
-        assert container.grace_s > rowcast.runtime.children.END_S, "a stop in order would be cut short"
+        assert container.grace_s > rowcast.runtime.process.END_S, "a stop in order would be cut short"
     context = pod()["securityContext"]
     assert context["runAsNonRoot"]
     assert context["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -189,3 +193,26 @@ def test_compose_starts_a_lost_process_again_and_the_other_one_waits_for_it() ->
     for name in NAMES:
         assert compose()["services"][name]["restart"].startswith("on-failure")
         assert parse_seconds(compose_container(name).job.transport.rejoin_timeout) >= 60
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.gpu.yaml"])
+def test_compose_files_follow_the_compose_specification(name: str) -> None:
+    assert compose_fault(DEPLOY / name) == ""
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.35"])  # the first with all that is used, and a later one
+def test_every_kubernetes_object_follows_the_schema_of_its_kind(version: str) -> None:
+    verdicts = kubernetes_verdicts(DEPLOY / "kubernetes.yaml", version)
+    assert len(verdicts) == len(kubernetes()) == 4
+    assert all(" passed for resource " in verdict for verdict in verdicts), verdicts
+
+
+def dockerfile_fault(path: Path) -> str:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, "--no-color", str(path)], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "serving.Dockerfile"])
+def test_hadolint_has_nothing_to_say_of_the_dockerfiles(name: str) -> None:
+    assert dockerfile_fault(DEPLOY / name) == ""

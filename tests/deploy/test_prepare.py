@@ -22,7 +22,8 @@ from rowcast.deploy.prepare import prepare
 from rowcast.runtime.compiled import LOOPS
 for path in [path for room in ("prefetcher", "protocol", "trainer") for path in Path(room).rglob("*.py")]:
     if "\\n@compiled" in path.read_text():
-        import_module("rowcast." + ".".join(path.with_suffix("").parts))
+        module = path.parent if path.name == "__init__.py" else path.with_suffix("")
+        import_module(".".join(("rowcast", *module.parts)))
 prepare()
 print([loop.py_func.__name__ for loop in LOOPS if not loop.signatures])
 """

@@ -11,9 +11,8 @@ from torch.distributed import run
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
 from rowcast.job.units import parse_bytes
-from rowcast.runtime.children import END_S
-from tests.deploy.manifests import DEPLOY, NAMES, ROOT, compose, options_in
-from tests.deploy.schemas import compose_fault, kubernetes_verdicts
+from rowcast.runtime.process import END_S
+from tests.deploy.manifests import DEPLOY, NAMES, ROOT, compose, compose_fault, kubernetes_verdicts, options_in
 
 MANIFEST = DEPLOY / "kubernetes.ranks.yaml"
 JOB_FILE = ROOT / "examples" / "container.toml"

@@ -1,7 +1,6 @@
 """`rowcast.load` and `rowcast.train`: what a run gives in Python has the bits of the commands."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,10 +18,12 @@ from pyarrow import feather
 from pyarrow import parquet as pq
 
 import rowcast
+from rowcast.deploy.score import score
 from rowcast.job.section import Section, default_of, keys_of
 from rowcast.job.training_identity import NOT_COUNTED, is_only_of_training
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.process import Signals
 from rowcast.trainer.report.report_json import read_report
 from tests.support.data_files import CATS, INTS, click_log, write_tsv
 from tests.support.facts import facts
@@ -46,6 +47,8 @@ def clicks(seed: int) -> pd.DataFrame:
             "shares": [rng.random(len(own)).tolist() for own in tags],
             "buy": rng.integers(0, 2, NUM_ROWS),
             "stars": rng.integers(1, 6, NUM_ROWS),
+            "time": [f"2024-0{number % 9 + 1}-0{number % 7 + 1} {number:02}:59:00+05:30" for number in range(24)] * 12
+            + [None] * (NUM_ROWS - 288),
         }
     )
 
@@ -77,8 +80,8 @@ OPTIONS = {"num_experts": 2, "expert_mlp": [6, 5], "tower_mlp": [3]}
 MMOE = {"kind": "examples.mmoe:build", "options": OPTIONS, "bottom_mlp": None, "top_mlp": None}
 KINDS: dict[str, dict[str, Any]] = {
     "csv": {
-        "data": {"columns": COLUMNS | WEIGHTED},
-        "tables": [own | {"linear": True} for own in TABLES],
+        "data": {"columns": COLUMNS | WEIGHTED | {"prepare": {"hour": {"of": "time", "clock": "hour"}}}},
+        "tables": [own | {"linear": True} for own in [*TABLES, table("hours", 25, 4, "hour")]],
         "model": WIDE,
         "ranks": {"gradients": "bf16"},
     },
@@ -92,18 +95,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "data": {
             "columns": {
                 "label": "stars",
-                "dense": ["price"],
+                "label_values": "real",
+                "dense": ["price", "age"],
                 "hash": ["user", "code"],
                 "hash_by_value": True,
                 "prepare": {
                     "stars": {"at_least": 4.0},
                     "price": {"log1p": True, "standardize": [0.4, 0.2]},
+                    "age": {"of": "time", "clock": "days", "since": "2024-01-01", "fill": 0.0},
                     "item": {"buckets": [10.0, 20.0]},
                 },
             }
         },
         "tables": [own | {"init": "normal:1"} for own in TABLES],
-        "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1], "interaction": "fused"},
+        "model": {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1], "interaction": "fused"}
+        | {"task": "regression", "target": [0.4, 0.3], "error": "huber"},
     },
     "tsv": {
         "tables": [table("late", 40, 4, "cat_3", "cat_0"), table("last", 7, 4, "cat_25")],
@@ -129,8 +135,8 @@ class Trained:
 
     def __init__(self, folder: Path, kind: str) -> None:
         self.folder, frame = folder, click_log if kind == "tsv" else clicks
-        self.new = frame(seed=2)
-        write(frame(seed=1), folder / f"clicks.{kind}")
+        self.past, self.new = frame(seed=1), frame(seed=2)
+        write(self.past, folder / f"clicks.{kind}")
         write(self.new, folder / f"new.{kind}")
         sections = {**KINDS[kind]}
         sections["data"] = {
@@ -145,11 +151,10 @@ class Trained:
         self.run = rowcast.train(self.config)
         self.scores = self.scored(folder / f"new.{kind}")
 
-    def scored(self, data: Path, *options: str) -> F32:
+    def scored(self, data: Path, *, probability: bool = False) -> F32:
+        """As `rowcast score` does, in its two processes."""
         out = self.folder / f"scores{len(list(self.folder.glob('scores*')))}.parquet"
-        command = ["score", f"--run={self.folder / 'run'}", f"--config={self.config}"]
-        command += [f"--data={data}", f"--out={out}", *options]
-        subprocess.run([sys.executable, "-m", "rowcast", *command], check=True, cwd=ROOT, capture_output=True)
+        score(self.folder / "run", data, out, probability=probability, config=self.config)(Signals())
         columns = [column.to_numpy() for column in pq.read_table(out).columns]
         return np.stack(columns, axis=1) if len(columns) > 1 else columns[0]
 
@@ -198,6 +203,7 @@ ELSEWHERE = {
     "data.hash": "of criteo-npy, whose frames tests/readers/test_ids_everywhere.py reads",
     "data.columns.hash": "which features are hashed decides with hash_by_value",
     "optimizer": "decides what is trained, not what is computed with it",
+    "data.follow": "of files that arrive, and a file that is scored is whole; tests/readers/test_follow.py has it",
     "model.compile": "an evaluation is not compiled",
     "model.options": "of the model's own",
 }
@@ -260,12 +266,8 @@ def test_numbers_hashed_as_text_are_written_as_pandas_does(trained: Callable[[st
 def test_a_file_whose_ids_have_another_type_is_not_scored(trained: Callable[[str], Trained], tmp_path: Path) -> None:
     own = trained("parquet")
     write(own.new.assign(user=own.new["item"]), tmp_path / "days.parquet")
-    with pytest.raises(subprocess.CalledProcessError) as failed:
+    with pytest.raises(DataError, match=facts("days.parquet", "clicks.parquet", "column user", "hash_by_value")):
         own.scored(tmp_path / "days.parquet")
-    assert failed.value.returncode == DataError.exit_code
-    assert re.search(
-        facts("days.parquet", "clicks.parquet", "column user", "hash_by_value"), failed.value.stderr.decode()
-    )
 
 
 def test_hashes_of_criteo_may_be_digits_or_numbers(trained: Callable[[str], Trained]) -> None:
@@ -276,7 +278,7 @@ def test_hashes_of_criteo_may_be_digits_or_numbers(trained: Callable[[str], Trai
 
 def test_probabilities_are_those_of_the_command(trained: Callable[[str], Trained]) -> None:
     own = trained("parquet")
-    assert same(own.run.probabilities(own.new), own.scored(own.folder / "new.parquet", "--probability"))
+    assert same(own.run.probabilities(own.new), own.scored(own.folder / "new.parquet", probability=True))
 
 
 def test_nothing_of_the_process_changes(trained: Callable[[str], Trained]) -> None:
@@ -296,7 +298,7 @@ def test_losses_and_evaluations_are_those_of_the_report(trained: Callable[[str],
     assert len(run.losses) == run.train_steps == report.train_steps == 4
     assert [own["train_step"] for own in run.evaluations] == [own.train_step for own in report.evaluations] == [3, 4]
     assert run.evaluations[-1]["auc"] == report.auc
-    assert run.job.features == ["user", "item", "code", "tags"]
+    assert run.job.features == ["user", "item", "code", "tags", "hour"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -410,3 +412,18 @@ def test_every_command_tells_its_version() -> None:
     for command in ("rowcast", "rowcast.prefetcher", "rowcast.trainer"):
         told = subprocess.run([sys.executable, "-m", command, "--version"], capture_output=True, text=True, check=True)
         assert told.stdout == f"rowcast {rowcast.__version__}\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_frame_is_evaluated_as_the_rows_that_the_run_held_out(kind: str, trained: Callable[[str], Trained]) -> None:
+    run, frame = trained(kind).run, trained(kind).past
+    last = run.evaluations[-1]
+    assert run.evaluate(frame[-int(0.2 * len(frame)) :]) == last | {"train_step": run.train_steps}
+
+
+def test_a_frame_without_labels_or_rows_is_not_evaluated(trained: Callable[[str], Trained]) -> None:
+    run, new = trained("csv").run, trained("csv").new
+    with pytest.raises(ConfigError, match=r"data\.columns\.label: the frame has no column label"):
+        run.evaluate(new.drop(columns="label"))
+    with pytest.raises(ConfigError, match="the frame has no row"):
+        run.evaluate(new[:0])

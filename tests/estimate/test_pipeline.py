@@ -1,5 +1,11 @@
-"""The pipeline's wiring: with made-up durations, each bottleneck gives the pace that follows from it, and its name."""
+"""The schedule of tasks against small cases by hand and a search over all moments; the pipeline's wiring, where made-up
+durations give each bottleneck's pace and name.
+"""
 
+import itertools
+import math
+import random
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -7,12 +13,174 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rowcast.analysis.estimate.pipeline import Planned, Wiring, room
-from rowcast.analysis.estimate.walk import Walked, described, walk
+from rowcast.analysis.estimate.estimate import Walked, described, walk
+from rowcast.analysis.estimate.pipeline import (
+    BUSY,
+    PlannedStep,
+    Ring,
+    Task,
+    Thread,
+    Wiring,
+    critical_path,
+    room,
+    run,
+    waits,
+)
+from rowcast.protocol.transport.ring import RingWriter, piece_bytes
 from rowcast.trainer.device.streams import PlainStreams
 from rowcast.trainer.step.memory import Staging, StagingSpan
 from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
+from tests.support.repeats import count
 from tests.support.seeded_streams import SeededEvent
+
+SEEDS = range(count(15, 60))
+
+
+def test_a_task_waits_for_its_thread_and_for_the_tasks_before_it() -> None:
+    planning, fetcher = Thread("planning"), Thread("fetcher")
+    plans = [planning.add("plan", step, 2.0) for step in range(3)]
+    fetches = [fetcher.add("fetch", step, 3.0, [(plans[step], "plans")]) for step in range(3)]
+    assert run([planning, fetcher]) == 11.0
+    assert [task.began_s for task in fetches] == [2.0, 5.0, 8.0]
+    assert [task.cause for task in fetches] == [(plans[0], "plans"), (fetches[0], BUSY), (fetches[1], BUSY)]
+    assert [task.name for task, _ in critical_path(fetches[-1])] == ["plan", "fetch", "fetch", "fetch"]
+
+
+def test_of_several_lanes_the_first_that_may_go_on_does() -> None:
+    main, other = Thread("main", lanes=2), Thread("other")
+    arrived = [other.add("arrive", step, 1.0) for step in range(3)]
+    moved = [main.add("move", step, 0.5, [(arrived[step], "rows")]) for step in range(3)]
+    done = [main.add("step", step, 2.0, [(moved[step], "rows")], lane=1) for step in range(3)]
+    run([main, other])
+    assert [task.began_s for task in moved] == [1.0, 3.5, 4.0]  # both moves come before step 1
+    assert [task.began_s for task in done] == [1.5, 4.5, 6.5]
+
+
+def test_threads_share_cores_evenly() -> None:
+    one, two = Thread("one"), Thread("two")
+    first, second = one.add("a", 0, 2.0), two.add("b", 0, 1.0)
+    assert run([one, two], cores=1) == 3.0
+    assert (second.ended_s, first.ended_s) == (2.0, 3.0)
+
+
+def test_tasks_that_wait_for_each_other_are_named() -> None:
+    thread = Thread("planning", lanes=2)
+    read = thread.add("read", 0, 1.0, [(Task("plan", 1, 1.0, thread), "ahead")])
+    thread.add("plan", 1, 1.0, [(read, "batches")], lane=1)
+    with pytest.raises(AssertionError, match="read 0, plan 1"):
+        run([thread])
+
+
+def test_a_task_waits_for_room_in_a_ring_and_names_what_made_it() -> None:
+    fetcher, trainer, ring = Thread("fetcher"), Thread("trainer"), Ring(100)
+    fetches = []
+    for step in range(4):
+        fetches.append(fetcher.add("fetch", step, 1.0, takes=(ring, 40)))
+        copied = trainer.add("copy in", step, 5.0, [(fetches[-1], "rows")], gives=ring)
+    run([fetcher, trainer])
+    assert [task.began_s for task in fetches] == [0.0, 1.0, 6.0, 11.0]  # two pieces fit
+    assert [task.cause[1] for task in fetches[1:] if task.cause] == [BUSY, "ring", "ring"]
+    assert copied.ended_s == 21.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_ring_has_room_when_the_real_one_has(seed: int) -> None:
+    """Pieces leave at random times, so that the ring is empty now and then and starts over."""
+    chance, capacity = random.Random(seed), 64 * 128
+    writer, ring = RingWriter(np.zeros(capacity, np.uint8)), Ring(capacity)
+    ends: deque[int] = deque()
+    outcomes = set()
+    for _ in range(400):
+        while ends and chance.random() < 0.4:
+            writer.release(ends.popleft())
+            ring.give_back()
+        nbytes = 64 * chance.randint(1, 50)
+        piece = writer.try_allocate(nbytes)
+        assert ring.take(piece_bytes(nbytes)) == (piece is not None)
+        outcomes.add((piece is not None, bool(ends)))
+        if piece is not None:
+            writer.commit(piece, 0, checksum=False)
+            ends.append(piece.end)
+    assert outcomes == {(True, True), (True, False), (False, True)}
+
+
+class Random:
+    """A random pipeline: a few threads with lanes, and tasks that wait for earlier ones."""
+
+    def __init__(self, seed: int, longer: tuple[int, float] | None = None, most_lanes: int = 3) -> None:
+        """`longer`: the number of a task, and seconds that it takes more."""
+        chance = random.Random(seed)
+        self.threads = [Thread(f"thread {n}", chance.randint(1, most_lanes)) for n in range(chance.randint(1, 4))]
+        lanes = [(thread, lane) for thread in self.threads for lane in range(len(thread.lanes))]
+        self.tasks: list[Task] = []
+        self.waits: list[list[Task]] = []
+        self.lane_of: list[tuple[Thread, int]] = []
+        for number in range(40):
+            before = chance.sample(self.tasks, min(len(self.tasks), chance.randint(0, 3)))
+            (thread, lane), seconds = chance.choice(lanes), chance.choice([0.0, 0.5, 1.0, 1.0, 2.5])
+            seconds += longer[1] if longer is not None and longer[0] == number else 0.0
+            after = [(task, "why") for task in before]
+            self.tasks.append(thread.add("task", number, seconds, after, lane=lane))
+            self.waits.append(before)
+            self.lane_of.append((thread, lane))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_begins_too_early_and_nothing_without_a_cause(seed: int) -> None:
+    made = Random(seed)
+    last_s = run(made.threads)
+    assert last_s == max(task.ended_s for task in made.tasks)
+    for task, before, lane in zip(made.tasks, made.waits, made.lane_of, strict=True):
+        same = [o for o, own in zip(made.tasks, made.lane_of, strict=True) if own == lane and o.step < task.step]  # type: ignore[operator]
+        assert all(other.ended_s <= task.began_s for other in [*before, *same])
+        assert task.ended_s == task.began_s + task.seconds
+        if task.began_s > 0:
+            assert task.cause is not None
+            assert task.cause[0].ended_s == task.began_s
+    for thread in made.threads:
+        own = sorted(
+            (task for task in made.tasks if task.thread is thread), key=lambda task: (task.began_s, task.ended_s)
+        )
+        assert all(a.ended_s <= b.began_s for a, b in itertools.pairwise(own))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_critical_path_has_no_gap_and_lasts_as_long_as_the_run(seed: int) -> None:
+    made = Random(seed)
+    total_s = run(made.threads)
+    path = critical_path(max(made.tasks, key=lambda task: task.ended_s))
+    assert math.isclose(sum(task.seconds for task, _ in path), total_s)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_thread_works_or_waits_until_its_last_task_ends(seed: int) -> None:
+    made = Random(seed)
+    run(made.threads)
+    for thread in made.threads:
+        waited_s = sum(ended_s - began_s for _, began_s, ended_s in waits(thread))
+        last_s = thread.done[-1].ended_s if thread.done else 0.0
+        assert math.isclose(waited_s + sum(task.seconds for task in thread.done), last_s, abs_tol=1e-9)
+        assert all(reason == "why" for reason, _, _ in waits(thread))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_no_thread_has_a_choice_longer_work_never_ends_earlier(seed: int) -> None:
+    made, chance = Random(seed, most_lanes=1), random.Random(seed)
+    total_s = run(made.threads)
+    longer = Random(seed, longer=(chance.randrange(40), 0.75), most_lanes=1)
+    assert total_s <= run(longer.threads) <= total_s + 0.75
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_fewer_cores_make_no_work_and_lose_none(seed: int, cores: int) -> None:
+    made = Random(seed)
+    total_s = run(made.threads, cores)
+    work_s = sum(task.seconds for task in made.tasks)
+    assert total_s >= work_s / cores - 1e-9
+    for task in made.tasks:
+        assert task.ended_s - task.began_s >= task.seconds - 1e-9
+
 
 MOVES = SECONDS["copy in"] + SECONDS["fill"]  # on the main thread, beside the step
 
@@ -21,13 +189,13 @@ def near(seconds: float, rel: float = 1e-6) -> Any:
     return pytest.approx(seconds, rel=rel)
 
 
-def paced(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> tuple[float, str]:
+def paced(plan: list[PlannedStep], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> tuple[float, str]:
     """Seconds a step, and the task that most of the critical path is of."""
     found = walked(plan, durations, wiring)
     return found.step_s, found.bound_by[0][0]
 
 
-def walked(plan: list[Planned], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> Walked:
+def walked(plan: list[PlannedStep], durations: Mapping[str, float] = {}, wiring: Wiring = WIRING) -> Walked:
     seconds = SECONDS | dict(durations)
     return walk(plan, wiring, lambda name, step: seconds[name], {"planning": 5.0, "main": 20.0})
 

@@ -10,16 +10,17 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rowcast.analysis.estimate import measure as measuring
+from rowcast.analysis.estimate import overheads as overheads_of
 from rowcast.analysis.estimate.estimate import OF_HOST
+from rowcast.analysis.estimate.measure import ROUNDS, KernelShape, Stopwatch, measure, measured, model_shapes
+from rowcast.analysis.estimate.overheads import BATCHES, HostSeconds, exchange_kernels, overheads, seconds_of
 from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.estimate.rates import measure as measuring
-from rowcast.analysis.estimate.rates.measure import ROUNDS, Shape, Stopwatch, measure, measured, model_shapes
-from rowcast.analysis.estimate.rates.overheads import exchange_kernels, overheads, seconds_of
 from rowcast.analysis.estimate.rates_file import (
     OVERHEADS,
     RATES_VERSION,
     KernelRates,
-    Sample,
+    KernelSample,
     fitted,
     not_below_zero,
     read_rates,
@@ -54,7 +55,7 @@ def job(**changes: Any) -> Job:
 def test_a_fit_finds_the_rates_that_made_the_times() -> None:
     rng = np.random.default_rng(3)
     samples = [
-        Sample({"rows": rows, "dim": dim}, 2.0 + 3e-3 * rows + 5e-4 * rows * dim)
+        KernelSample({"rows": rows, "dim": dim}, 2.0 + 3e-3 * rows + 5e-4 * rows * dim)
         for rows, dim in rng.integers(1, 1000, (40, 2)).astype(float).tolist()
     ]
     found = fitted(samples, ("1", "rows", "rows*dim"))
@@ -83,7 +84,7 @@ def test_a_time_in_which_the_machine_was_slow_falls_on_no_kernel() -> None:
         calls += 1
         return 0.1 if 3 <= calls < 11 else 1e-3  # eight shapes in a row, of two kernels with eight shapes each
 
-    shapes = [Shape(name, {"bytes": nbytes}, seconds) for name in ("copy in", "copy out") for nbytes in SIZES]
+    shapes = [KernelShape(name, {"bytes": nbytes}, seconds) for name in ("copy in", "copy out") for nbytes in SIZES]
     assert [own.seconds({"bytes": 8.0}) for own in measured(shapes).values()] == 2 * [pytest.approx(1e-3)]
     assert calls == 2 * 8 * ROUNDS
 
@@ -116,14 +117,32 @@ def test_every_kernel_of_a_step_is_measured_and_its_overhead_by_type(
     assert rates.kernels.keys() >= {*OVERHEADS}
 
 
-def test_overhead_by_type_is_measured_in_a_run_of_both_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rowcast.analysis.estimate.rates.overheads.STEPS", 60)
-    monkeypatch.setattr("rowcast.analysis.estimate.rates.overheads.BATCHES", (64, 256))
+@pytest.mark.rest  # two processes that import torch
+def test_a_run_of_both_processes_tells_what_a_step_takes_besides_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overheads_of, "STEPS", 60)
     free = dict.fromkeys((*made_up_device.KERNELS, "update sgd"), KernelRates(terms={"1": 0.0}))
-    found = overheads("cpu", 1, free)
+    seconds = overheads_of.spent(64, "cpu", 1, free)
+    assert 0 < seconds.phases < seconds.main < 1.0, "kernels that take no time leave all of a step"
+    assert min(seconds.processor, seconds.message, seconds.wait) >= 0
+    assert seconds.lookups == 64 * 26
+
+
+def test_processor_time_is_divided_among_types_and_a_larger_batch_tells_what_a_lookup_adds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = {
+        batch: HostSeconds(
+            processor=0.008, main=0.006, phases=0.002, others=others, message=3e-4, wait=2e-4, lookups=lookups
+        )
+        for batch, others, lookups in zip(BATCHES, (0.002, 0.006), (100.0, 1100.0), strict=True)
+    }
+    monkeypatch.setattr(overheads_of, "spent", lambda batch, *_: runs[batch])
+    found = {name: rates.terms for name, rates in overheads("cpu", 1, {}).items()}
     assert found.keys() == {*OVERHEADS}
-    assert 0 < found["launch"].seconds({}) < 1.0, "kernels that take no time leave all of a step"
-    assert all(found[name].seconds({"lookups": 208.0}) >= 0 for name in OVERHEADS)
+    assert found["launch"] == {"1": pytest.approx(0.002)}
+    assert found["Python"] == {"1": pytest.approx(0.004)}
+    assert found["lock"] == {"1": pytest.approx(0.002 - 4e-6 * 100), "lookups": pytest.approx(4e-6)}
+    assert (found["message"], found["wait"]) == ({"1": 3e-4}, {"1": 2e-4})
 
 
 def test_seconds_count_for_the_step_that_they_end_in() -> None:
@@ -158,6 +177,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         assert "cannot be written; name a file in a folder that exists" in " ".join(found.output.split())
 
 
+@pytest.mark.rest  # processes that import torch
 def test_exchanges_are_measured_between_as_many_processes_as_a_host_has_ranks() -> None:
     found = exchange_kernels(CPU, job(ranks={"count": 4, "per_host": 2}), 12.5)
     assert found["exchange"].samples == 8
@@ -167,6 +187,7 @@ def test_exchanges_are_measured_between_as_many_processes_as_a_host_has_ranks() 
     assert exchange_kernels(CPU, job(ranks={"parts": 4}), None) == {}
 
 
+@pytest.mark.rest  # processes that import torch
 def test_an_exchange_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(ConfigError, match=facts("an exchange between 2 processes", "of 2 found no way")):

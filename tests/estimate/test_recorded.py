@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from rowcast.analysis.estimate.pipeline import Pipeline, Planned, Task, Thread, Wiring, run, waits
+from rowcast.analysis.estimate.estimate import steady, walk
+from rowcast.analysis.estimate.pipeline import Pipeline, PlannedStep, Task, Thread, Wiring, run, waits
 from rowcast.analysis.estimate.recorded import RecordedRun, add_handovers, recorded_run
-from rowcast.analysis.estimate.walk import steady, walk
-from rowcast.analysis.timeline.timeline import Pair
+from rowcast.analysis.timeline import Pair
 from rowcast.runtime.telemetry.metrics import Process
-from rowcast.runtime.telemetry.timeline import MAIN, Event, SpanKind
+from rowcast.runtime.telemetry.timeline import MAIN, SpanKind, TraceEvent
 from tests.support import made_up_timeline
 from tests.support.made_up_pipeline import MIB, SECONDS, WIRING, plan
 from tests.support.made_up_timeline import recording
@@ -32,7 +32,7 @@ HANDED_OVER: Mapping[str, float] = {
 }
 TIGHT = [replace(own, after_step=own.step - 1 if own.step else None) for own in plan(fill_after=None)]
 SMALL_RING = replace(WIRING, ring_bytes=int(1.5 * MIB))
-FORCED: Mapping[str, tuple[list[Planned], Wiring, Mapping[str, float], set[str]]] = {
+FORCED: Mapping[str, tuple[list[PlannedStep], Wiring, Mapping[str, float], set[str]]] = {
     "large model": (plan(), WIRING, {}, {"step done"}),
     "slow decoder": (plan(), WIRING, {"decode": 6.0}, {"rows sent", "rows filled", "rows back"}),
     "slow store": (plan(), WIRING, {"fetch": 5.0}, {"rows sent", "rows filled", "rows back", "step done"}),
@@ -50,7 +50,7 @@ FORCED: Mapping[str, tuple[list[Planned], Wiring, Mapping[str, float], set[str]]
 }
 
 
-def spans_of(thread: Thread) -> Iterator[Event]:
+def spans_of(thread: Thread) -> Iterator[TraceEvent]:
     track = TRACKS[thread.name][1] if thread.name in TRACKS else thread.name
     for task in thread.done:
         if task.name == "step":
@@ -75,12 +75,12 @@ def parts_of(task: Task) -> Iterator[tuple[str, float, float]]:
         yield {"step": "forward", "write back": "write_back"}.get(task.name, task.name), task.began_s, task.ended_s
 
 
-def span(kind: SpanKind, track: str, name: str, began_s: float, ended_s: float, step: int | None) -> Event:
+def span(kind: SpanKind, track: str, name: str, began_s: float, ended_s: float, step: int | None) -> TraceEvent:
     return made_up_timeline.span(kind, track, name, 1e3 * began_s, 1e3 * ended_s, step)
 
 
 def written_down(pipeline: Pipeline) -> Pair:
-    spans: dict[Process, list[Event]] = {"prefetcher": [], "trainer": []}
+    spans: dict[Process, list[TraceEvent]] = {"prefetcher": [], "trainer": []}
     for thread in pipeline.threads:
         if thread.name in TRACKS or thread.name == "decoder 0":
             spans[TRACKS[thread.name][0] if thread.name in TRACKS else "prefetcher"] += spans_of(thread)

@@ -14,11 +14,11 @@ import numpy.typing as npt
 import xxhash
 
 from rowcast.job.tables import group_specs
-from rowcast.protocol.codec import decode
-from rowcast.protocol.messages import AnyMessage, ArraySpec, RingRef
-from rowcast.protocol.plan_layout import ITEM_BYTES
-from rowcast.protocol.session import PREFETCHER
-from rowcast.protocol.transport.link import Link, Payload
+from rowcast.protocol.conversation import Link
+from rowcast.protocol.messages import AnyMessage, RingRef
+from rowcast.protocol.plan_layout import ITEM_BYTES, ArraySpec
+from rowcast.protocol.session import PREFETCHER, decode
+from rowcast.protocol.transport.ring import Payload
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.run_directory import Role
 from tests.support.batches import Bags, slots_for, small_batches, small_job

@@ -1,4 +1,4 @@
-"""Valid conversations, drawn message by message, and one breach of each kind."""
+"""Valid conversations, drawn message by message."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -8,22 +8,18 @@ from hypothesis import strategies as st
 
 from rowcast.protocol.messages import (
     AnyMessage,
-    ArraySpan,
     Bye,
     DensePiece,
     Flush,
-    GroupHeader,
-    PlanDone,
     PlanReady,
     Released,
     Replica,
     Restore,
     RowsBack,
-    RowSpan,
     Saved,
-    StepHeader,
     StopRequest,
 )
+from rowcast.protocol.plan_layout import ArraySpan, GroupHeader, RowSpan, StepHeader
 from rowcast.protocol.session import PREFETCHER, TRAINER
 from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
@@ -223,59 +219,3 @@ ASIDES: tuple[Said, ...] = (
 @st.composite
 def conversations(draw: st.DrawFn) -> list[Said]:
     return Talk(draw).whole()
-
-
-@dataclass(frozen=True, slots=True)
-class Breach:
-    """One wrong thing in a message: what the message is changed into, None where it has none; and the refusal."""
-
-    name: str
-    change: Callable[[AnyMessage], AnyMessage | None]
-    sentence: str
-
-
-def field_breach(
-    kinds: tuple[type[AnyMessage], ...], name: str, change_of: Callable[[int], object], sentence: str
-) -> Breach:
-    def broken(message: AnyMessage) -> AnyMessage | None:
-        value = getattr(message, name, None) if isinstance(message, kinds) else None
-        return None if value in (None, ()) else change(message, **{name: change_of(value)})
-
-    return Breach(f"{name} of {', '.join(kind.__name__ for kind in kinds)}", broken, sentence)
-
-
-def rows_breach(name: str, by: int, sentence: str) -> Breach:
-    def broken(message: AnyMessage) -> AnyMessage | None:
-        if not isinstance(message, PlanReady | RowsBack) or not message.rows:
-            return None
-        first = message.rows[0]
-        return change(message, rows=(change(first, **{name: getattr(first, name) + by}), *message.rows[1:]))
-
-    return Breach(f"{name} of the first rows", broken, sentence)
-
-
-PIECES = (PlanReady, Flush, Saved, Restore)
-BREACHES: tuple[Breach, ...] = (
-    field_breach((PlanReady,), "plan", lambda n: n + 2**40, "plan .* is beyond 2.40"),
-    field_breach((Flush,), "barrier", lambda n: n + 2**40, "barrier .* is beyond 2.40"),
-    field_breach((RowsBack, PlanDone), "plan", lambda n: n + 1, "plan"),
-    field_breach((RowsBack, Saved, Replica), "barrier", lambda n: n + 1, "barrier"),
-    field_breach(PIECES, "piece", lambda n: n + 1, "piece"),
-    field_breach((RowsBack,), "piece", lambda n: n + 1, "piece"),
-    field_breach(PIECES, "num_pieces", lambda n: 0, "does not exist"),
-    field_breach(PIECES, "num_pieces", lambda n: 2**20 + 1, "there may be up to|pieces|piece"),
-    field_breach((Restore,), "nbytes", lambda n: n + 1, "bytes came, but .* were announced"),
-    field_breach((RowsBack,), "rows", lambda n: (), "without|ended after|came home|announced"),
-    field_breach(
-        (PlanReady, RowsBack, Flush, Saved, Restore),
-        "payload",
-        lambda n: None,
-        "without a payload|is no message|brings nothing",
-    ),
-    field_breach((PlanDone,), "rank", lambda n: -1, r"Expected `int` >= 0 - at `.*rank`"),
-    field_breach((Released,), "position", lambda n: -1, r"Expected `int` >= 0 - at `.*position`"),
-    rows_breach("start", 1, "continue at"),
-    rows_breach("group", GROUPS, "travel, but there are 2 groups"),
-    rows_breach("count", 7, "travels, but there are"),
-    rows_breach("offset", 1, "aligned"),
-)

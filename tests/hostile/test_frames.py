@@ -11,11 +11,10 @@ from types import FrameType
 
 import pytest
 
-from rowcast.protocol.codec import MAX_FRAME_BYTES
-from rowcast.protocol.codec import decode as decode_frame
-from rowcast.protocol.codec import encode as encode_frame
 from rowcast.protocol.messages import Envelope
-from rowcast.protocol.session import ROLES, Session, State
+from rowcast.protocol.session import MAX_FRAME_BYTES, ROLES, Session, State
+from rowcast.protocol.session import decode as decode_frame
+from rowcast.protocol.session import encode as encode_frame
 from rowcast.runtime.errors import MAX_PEER_SENTENCE, DataError, Mismatch, RemoteProtocolError, peer_failure
 from tests.hostile.ends import End, every_end, remembered
 from tests.hostile.mutate import Mutator, encode

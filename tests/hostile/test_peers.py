@@ -15,23 +15,19 @@ from safetensors.torch import load, save
 
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
-from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import (
     AnyMessage,
-    ArraySpec,
     Envelope,
     Flush,
-    PlanDone,
     PlanReady,
     Released,
     Restore,
     RingRef,
     RowsBack,
     Saved,
-    StepHeader,
 )
-from rowcast.protocol.plan_layout import GROUP_ARRAYS
-from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER
+from rowcast.protocol.plan_layout import GROUP_ARRAYS, ArraySpec, StepHeader
+from rowcast.protocol.session import PREFETCHER, ROLES, TRAINER, encode
 from rowcast.runtime.arrays import I32, Bytes
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import RemoteProtocolError, RowcastError
@@ -114,29 +110,12 @@ def moved(by: int) -> Callable[[RingRef], RingRef]:
     return lambda ref: change(ref, position=ref.position + by, end=ref.end + by)
 
 
-def in_rows(kind: type[AnyMessage], place: int, **changes: object) -> Lie:
-    def lie(message: AnyMessage) -> AnyMessage | None:
-        rows = getattr(message, "rows", ())
-        if len(rows) <= abs(place):
-            return None
-        own = list(rows)
-        own[place] = change(own[place], **changes)
-        return change(message, rows=tuple(own))
-
-    return field_of(kind, lie)
-
-
 EXTRA = ArraySpec(name="extra", dtype="u1", shape=(), offset=0)
 PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "a look-up twice": (in_array("0.order", same), "0.order is no permutation of the look-ups 0 to"),
     "a look-up of another table": (in_array("1.order", at(-1, 2**16 - 1)), "1.order is no permutation of the look-ups"),
-    "an update outside": (in_array("0.unique_slots", at(0, 10**6)), "0.unique_slots holds 1000000"),
     "an update twice": (in_array("1.unique_slots", same), "1.unique_slots names a slot twice"),
     "segments that fall": (in_array("0.segment_offsets", at(1, 10**6)), "0.segment_offsets falls"),
-    "segments that end outside": (
-        in_array("0.segment_offsets", at(-1, 10**6)),
-        "0.segment_offsets goes from 0 to 1000000 instead of",
-    ),
     "segments that begin inside": (in_array("1.segment_offsets", at(0, 1)), "1.segment_offsets goes from 1"),
     "a fill outside": (in_array("0.fetch_slots", at(0, -5)), "0.fetch_slots holds -5"),
     "a fill twice": (in_array("0.fetch_slots", same), "0.fetch_slots names a slot twice"),
@@ -152,10 +131,6 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
     "weights of look-ups that are ordered": (
         in_plan(lambda plan: change(plan, arrays=(*plan.arrays, change(EXTRA, name="0.weights")))),
         "the order of group 0 alone",
-    ),
-    "a larger block": (
-        in_plan(lambda plan: change(plan, arrays_bytes=2**50)),
-        "rows came after .* of 1125899906842624 array bytes",
     ),
     "more look-ups": (in_group(num_lookups=lambda n: n + 1), "look-ups in .* bags of one"),
     "look-ups without end": (in_group(num_lookups=lambda n: 2**40), "has 1099511627776 look-ups"),
@@ -183,23 +158,7 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
         in_plan(lambda plan: change(plan, kind="train", train_step=plan.train_step + 5)),
         "is train step .* instead of",
     ),
-    "more dirty victims": (
-        in_group(num_dirty=lambda n: n + 1, num_evict=lambda n: n + 1),
-        "victims make room|rows are fetched|without a plan",
-    ),
     "a piece far outside the ring": (in_ref(PlanReady, moved(2**40)), "does not follow the one that ended at"),
-    "a piece over the one before": (in_ref(PlanReady, moved(-64)), "does not follow the one that ended at|overlaps"),
-    "a piece longer than its bytes": (
-        in_ref(PlanReady, lambda r: change(r, nbytes=r.nbytes + 64, end=r.end + 64)),
-        "bytes of payload instead of",
-    ),
-    "a piece longer than half the ring": (
-        in_ref(PlanReady, lambda r: change(r, nbytes=2**40, end=r.end + 2**40)),
-        "bytes of payload instead of",
-    ),
-    "a piece that ends elsewhere": (in_ref(PlanReady, lambda r: change(r, end=r.end + 64)), "cannot go from"),
-    "rows of a group that is not there": (in_rows(PlanReady, 0, group=9), "rows of group 9"),
-    "rows over others": (in_rows(PlanReady, 1, offset=2**20), "beyond their payload|end at"),
     "rows on top of each other": (lambda m, c: rows_on_top(m), "overlap those that end at"),
     "slots of a barrier outside": (in_array("0.slots", at(0, 10**7), Flush), "barrier 0: 0.slots holds 10000000"),
     "slots of a barrier twice": (in_array("0.slots", same, Flush), "barrier 0: 0.slots names a slot twice"),
@@ -212,12 +171,8 @@ PREFETCHER_LIES: dict[str, tuple[Lie, str]] = {
 }
 
 WEIGHTED_LIES: dict[str, tuple[Lie, str]] = {
-    "a look-up far outside": (in_array("0.slots", at(3, 10**8)), "0.slots holds 100000000, which is not from 0 to"),
-    "a look-up one outside": (in_array("1.slots", lambda a: a.__setitem__(0, 2**31 - 1)), "1.slots holds 2147483647"),
     "a negative look-up": (in_array("0.slots", at(-1, -1)), "0.slots holds -1"),
-    "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
     "a negative bag": (in_array("0.bag_order", at(5, -(2**31))), "0.bag_order holds -2147483648"),
-    "an order outside": (in_array("0.lookup_order", at(0, 10**6)), "0.lookup_order holds 1000000"),
     "weights without their order": (in_spec("0.lookup_order", name="0.other"), "array 0.lookup_order should be"),
     "bags that fall": (in_array("1.offsets", at(1, 10**6)), "1.offsets falls"),
     "bags that end outside": (in_array("1.offsets", at(-1, -1)), "1.offsets goes from 0 to -1 instead of"),
@@ -254,53 +209,21 @@ SEQUENCE_LIES: dict[str, tuple[Lie, str]] = {
         in_group(sequence_lookups=lambda own: (2**40, 0)),
         "look-ups of sequences are among|look-ups in",
     ),
-    "a bag outside": (in_array("0.bag_order", at(5, 10**6)), "0.bag_order holds 1000000"),
 }
 
 TRAINER_LIES: dict[str, tuple[Lie, str]] = {
-    "rows of a group that is not there": (in_rows(RowsBack, 0, group=7), "rows of group 7 travel"),
-    "more rows": (
-        in_rows(RowsBack, 0, count=10**6),
-        "overlap what ends at 1000000|travels, but there are|beyond their payload",
-    ),
-    "rows further on": (in_rows(RowsBack, 0, start=1), "continue at 1 instead of 0"),
-    "rows behind their payload": (in_rows(RowsBack, -1, offset=2**40), "beyond their payload"),
     "rows that reach behind their payload": (
         lambda m, c: rows_at_the_end(m),
         "came back out of order|beyond their payload",
-    ),
-    "rows of no payload": (
-        field_of(RowsBack, lambda m: change(m, payload=None)),
-        "announced without a payload|of payload instead of",
     ),
     "rows of another plan": (
         field_of(RowsBack, lambda m: change(m, plan=m.plan + 9) if isinstance(m, RowsBack) and m.plan else None),
         "rows of plan",
     ),
-    "rows of another barrier": (
-        field_of(RowsBack, lambda m: change(m, barrier=9)),
-        "RowsBack .barrier, last|rows of barrier 9",
-    ),
     "rows far outside the ring": (in_ref(RowsBack, moved(2**40)), "does not follow the one that ended at"),
-    "a plan done twice": (
-        field_of(PlanDone, lambda m: change(m, plan=m.plan - 1) if isinstance(m, PlanDone) and m.plan else None),
-        "is reported done while",
-    ),
-    "a plan done early": (
-        field_of(PlanDone, lambda m: change(m, plan=m.plan + 1) if isinstance(m, PlanDone) else None),
-        "is reported done",
-    ),
     "space given back that is not held": (
         field_of(Released, lambda m: Released(position=2**40)),
         "Released names position",
-    ),
-    "a dense side of another length": (
-        field_of(Saved, lambda m: change(m, nbytes=m.nbytes + 1) if isinstance(m, Saved) else None),
-        "array bytes",
-    ),
-    "a dense side of another barrier": (
-        field_of(Saved, lambda m: change(m, barrier=5)),
-        "the model state of barrier 5",
     ),
 }
 
@@ -320,14 +243,12 @@ def rows_at_the_end(message: AnyMessage) -> AnyMessage | None:
     return change(message, rows=(*message.rows[:-1], change(message.rows[-1], offset=offset)))
 
 
-def check_refused(
-    role: Role, lie: Lie, sentence: str, *, bags: Bags = "single", past: Past | None = None, good: int = 2
-) -> None:
+def check_refused(role: Role, lie: Lie, sentence: str, *, bags: Bags = "single", good: int = 2) -> None:
     told = 0
     for seed in range(2):  # streams that run at once, and streams that a seed runs in any order
         hostile = HostileRun(role, lie, good if seed else 0)
         with pytest.raises(RowcastError, match=sentence) as refused:
-            hostile.run(seed=seed, bags=bags, past=past)
+            hostile.run(seed=seed, bags=bags)
         told += hostile.told
         assert type(refused.value) is not RowcastError
         assert "\n" not in str(refused.value)
@@ -394,9 +315,8 @@ def test_a_trainer_with_sequences_ends_with_a_sentence_when_its_prefetcher_sends
 
 
 @pytest.mark.parametrize("name", TRAINER_LIES)
-def test_a_prefetcher_ends_with_a_sentence_when_its_trainer_sends(name: str, tmp_path: Path) -> None:
-    past = Past(checkpoints=Checkpoints(tmp_path, Disk()), newest=None) if "dense side" in name else None
-    check_refused(TRAINER, *TRAINER_LIES[name], past=past, good=0)
+def test_a_prefetcher_ends_with_a_sentence_when_its_trainer_sends(name: str) -> None:
+    check_refused(TRAINER, *TRAINER_LIES[name], good=0)
 
 
 def header(**tensors: dict[str, object]) -> bytes:

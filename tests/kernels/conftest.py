@@ -9,7 +9,6 @@ try:
         patch.setenv("TRITON_INTERPRET", "1")
         import triton.experimental.gluon  # noqa: F401  the first launch would import it, and ask once more
 
-        import rowcast.trainer.kernels.triton_interaction
         import rowcast.trainer.kernels.triton_ops  # noqa: F401
         from tests.kernels.interpreter import mend
 except ImportError:

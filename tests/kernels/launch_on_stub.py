@@ -22,7 +22,7 @@ from triton.backends.nvidia.driver import CudaDriver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from rowcast.trainer.kernels import triton_interaction, triton_ops
+from rowcast.trainer.kernels import triton_ops
 from tests.kernels.lookups import Layout, divisors_of, group_of, rule_of
 
 Case = tuple[int, torch.dtype, bool, str]
@@ -92,8 +92,8 @@ def run_all(cases: Sequence[Case]) -> None:
         *((26, case[0], 40) for case in cases if case in MORE[:1]),
     ):
         bottom, features = torch.zeros(batch_size, dim), torch.zeros(num_features, batch_size, dim)
-        grad = torch.zeros_like(triton_interaction.forward(bottom, features))
-        triton_interaction.backward(bottom, features, grad)
+        grad = torch.zeros_like(triton_ops.forward(bottom, features))
+        triton_ops.backward(bottom, features, grad)
 
 
 def values_of(arguments: Sequence[Any]) -> Iterator[tuple[str, int]]:

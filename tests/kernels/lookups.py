@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from rowcast.job.optimizers import ROW_OPTIMIZERS
-from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, rule_at
-from rowcast.trainer.kernels.choose import fill_randomly
-from rowcast.trainer.kernels.derived import Chunks
-from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
+from rowcast.trainer.kernels import Chunks, GroupLookup, RecordViews, Rule, rule_at
+from rowcast.trainer.kernels.choose import fill_randomly, group_lookup, lookup_arrays
 
 KINDS = tuple(ROW_OPTIMIZERS)
 PRECISIONS = (

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_check.reference import as_on_a_device, reduce_in_chunks
 from rowcast.trainer import kernels
-from rowcast.trainer.kernels import Kernels, torch_ops, triton_ops
-from rowcast.trainer.kernels.derived import CHUNK_LOOKUPS
+from rowcast.trainer.kernels import CHUNK_LOOKUPS, Kernels, torch_ops, triton_ops
 from tests.kernels.lookups import (
     KINDS,
     PRECISIONS,
@@ -38,7 +37,7 @@ OURS: Kernels = triton_ops
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few look-ups make a long row."""
-    monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", 5)
+    monkeypatch.setattr("rowcast.trainer.kernels.CHUNK_LOOKUPS", 5)
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -121,7 +120,7 @@ def test_rows_of_1024_columns_are_looked_up_and_updated(kind: str) -> None:
 
 @pytest.mark.parametrize("num_lookups", [128, 129, 256, 400])
 def test_one_row_that_every_lookup_uses_is_summed_in_chunks(num_lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", CHUNK_LOOKUPS)
+    monkeypatch.setattr("rowcast.trainer.kernels.CHUNK_LOOKUPS", CHUNK_LOOKUPS)
     group, layout = random_group(1, 1, num_lookups, 0), Layout(dim=8, kind="adagrad")
     assert len(group.chunks.chunk_rows) == (0 if num_lookups == 128 else -(-num_lookups // 128))
     records, grads = layout.records(4), random_gradients(num_lookups, 8)

@@ -43,7 +43,7 @@ def small_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter is slow: fewer rows and look-ups, and chunks so short that some rows are still long."""
     monkeypatch.setattr(choose, "NUM_ROWS", 20)
     monkeypatch.setattr(choose, "NUM_LOOKUPS", 40)
-    monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", 5)
+    monkeypatch.setattr("rowcast.trainer.kernels.CHUNK_LOOKUPS", 5)
     monkeypatch.setattr(triton_ops, "make_launcher", lambda: None)
 
 

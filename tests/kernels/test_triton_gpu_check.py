@@ -15,7 +15,7 @@ SMALL = Sizes(slots=32, bags=24, rows=20)
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that few look-ups make a long row."""
-    monkeypatch.setattr("rowcast.trainer.kernels.derived.CHUNK_LOOKUPS", 5)
+    monkeypatch.setattr("rowcast.trainer.kernels.CHUNK_LOOKUPS", 5)
 
 
 @pytest.mark.parametrize("case", [*CORE, *REST[::4]], ids=str)

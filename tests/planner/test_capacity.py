@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from rowcast.job.schema import Lookahead
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.planner.capacity import (
+from rowcast.prefetcher.planner.directory import MOST_ROWS
+from rowcast.prefetcher.planner.first_batches import (
     Touched,
     check_trackable,
     divide_capacity,
@@ -15,7 +16,6 @@ from rowcast.prefetcher.planner.capacity import (
     measure,
     slots_of,
 )
-from rowcast.prefetcher.planner.directory import MOST_ROWS
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.prefetcher.planner.exchange import OrderedSum, SharedRows, ShareOfBatch, ordered_sum
+from rowcast.prefetcher.planner.exchange import ExchangedRows, OrderedSum, ShareOfBatch, ordered_sum
 from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.protocol.batch import Lookups
 from rowcast.protocol.parts import Rank, Shards, parts_of
 from rowcast.runtime.arrays import I64
 from tests.support.exchange_oracle import assert_same, shared_rows_of
 from tests.support.planner_runs import group, one_group, random_batch, table, without_pooling
+from tests.support.repeats import count
 
 GROUP = one_group(2**30)
 GROUPS = (  # whose features alternate in a batch
@@ -75,7 +76,7 @@ def test_every_row_is_the_tree_over_the_sources_that_have_it(rows: list[set[int]
 class Side:
     """A rank of the brute force: dictionaries instead of slots."""
 
-    plan: SharedRows
+    plan: ExchangedRows
     rank: Rank
     received: list[int]  # keys
     returned: list[str]  # gradients
@@ -131,7 +132,7 @@ rows_of_parts = st.integers(1, 9).flatmap(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=count(test=60, soak=1000))
 @given(rows_of_parts)
 def test_every_part_finds_its_rows_and_each_has_one_owner_who_adds_the_gradients_of_all_parts(
     drawn: tuple[int, list[set[int]]],
@@ -170,7 +171,7 @@ def of_batch(batch: Lookups, features: frozenset[int]) -> Lookups:
     return replace(batch, offsets=offsets)
 
 
-@settings(max_examples=150)
+@settings(max_examples=count(test=60, soak=1000))
 @given(
     st.integers(1, 9),
     st.sampled_from((1, 2, 4)),
@@ -217,11 +218,11 @@ def is_accepted(count: int, parts: int) -> bool:
 def test_exactly_those_numbers_of_ranks_are_accepted_whose_sums_make_the_tree_over_the_parts() -> None:
     for parts in range(1, 33):
         terms = {part: f"{part}" for part in range(parts)}
-        for count in range(1, parts + 1):
-            k = parts // count
-            of_ranks = {number: tree(terms, number * k, (number + 1) * k) for number in range(count)}
-            gives_the_tree = parts % count == 0 and tree(of_ranks, 0, count) == tree(terms, 0, parts)
-            assert is_accepted(count, parts) == gives_the_tree, f"{count} ranks, {parts} parts"
+        for ranks in range(1, parts + 1):
+            k = parts // ranks
+            of_ranks = {number: tree(terms, number * k, (number + 1) * k) for number in range(ranks)}
+            gives_the_tree = parts % ranks == 0 and tree(of_ranks, 0, ranks) == tree(terms, 0, parts)
+            assert is_accepted(ranks, parts) == gives_the_tree, f"{ranks} ranks, {parts} parts"
 
 
 @pytest.mark.parametrize(("count", "parts"), [(2, 3), (4, 12), (8, 4), (2, 0)])

@@ -1,4 +1,4 @@
-"""Grouping against numpy's stable argsort."""
+"""Grouping against numpy's stable argsort; the directory's hash and the occurrences against dicts and lists."""
 
 from dataclasses import replace
 
@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.job.tables import KEY_SHIFT, GroupSpec
+from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.directory import (
+    EMPTY,
+    LOW,
+    Directory,
+    exchange,
+    forget,
+    locate,
+    new_directory,
+    with_room,
+)
 from rowcast.prefetcher.planner.grouping import (
     FEW_ROWS,
     SORTED_AT_ONCE,
@@ -19,8 +29,10 @@ from rowcast.prefetcher.planner.grouping import (
     sort_distinct,
     sort_pairs,
 )
+from rowcast.prefetcher.planner.horizon import Occurrences, make_room, new_occurrences, with_steps
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.stages import ThreadPool
+from tests.support.planner_integrity import check_directory
 from tests.support.planner_runs import (
     assert_same,
     group,
@@ -107,13 +119,6 @@ def test_any_number_of_threads_gives_the_same_grouping_and_arrangement(num_threa
     assert_same(alone.arrange(ours, slots), together.arrange(theirs, slots))
 
 
-def test_rows_that_differ_in_high_bits_only_are_told_apart() -> None:
-    groups = one_group(2**48)
-    ids = i64([value << 40 for value in range(200)] * 2)
-    batch = Batch(dense=np.zeros((400, 1), np.float32), labels=np.zeros(400, np.float32), ids=ids)
-    assert_groups(*grouping_of(groups[0], batch, 1))
-
-
 def test_look_ups_of_a_group_are_its_features_in_order_with_their_bags_and_weights() -> None:
     groups = two_groups()
     offsets = i64([0, 2, 2, 3, 4, 4, 5, 5, 6, 8, 8])  # features a, b, c, d, e of two samples
@@ -159,17 +164,6 @@ def test_look_ups_that_stay_apart_are_bags_of_their_own() -> None:
     assert first.sequence_offsets is not None
     assert (first.offsets, first.sequence_offsets.tolist()) == (None, [[0, 1, 2], [0, 1, 2]])
     assert grouping_of(two_groups()[0], batch, 5)[0].sequence_offsets is None
-
-
-def test_a_table_with_two_features_groups_their_look_ups_together() -> None:
-    batch = Batch(
-        dense=np.zeros((2, 1), np.float32), labels=np.zeros(2, np.float32), ids=i64([6, 1, 1, 6, 4, 4, 10, 0, 3, 3])
-    )
-    grouping, keys = grouping_of(two_groups()[0], batch, 5)
-    assert grouping.keys.tolist() == [1, 6, 2 << KEY_SHIFT, 2 << KEY_SHIFT | 10]
-    assert grouping.order.tolist() == [1, 2, 0, 3, 1, 0]
-    assert (grouping.table_starts.tolist(), grouping.row_starts.tolist()) == ([0, 4, 6], [0, 2, 4])
-    assert_groups(grouping, keys)
 
 
 def test_bags_skip_empty_ones() -> None:
@@ -230,3 +224,85 @@ def test_what_a_reader_must_not_let_through_is_caught_before_compiled_loops(
     grouper = Grouper(one_group(5, 5)[0], 2)
     with pytest.raises(AssertionError, match=problem):
         grouper.group(grouper.lookups(batch))
+
+
+def keys_in_one_cluster(num_cells: int, count: int) -> list[int]:
+    """Keys of several tables; small directories put many of them side by side."""
+    return [(i % 5) << 48 | (i * num_cells) for i in range(count)]
+
+
+def put(directory: Directory, occurrences: Occurrences, key: int, position: int) -> int | None:
+    """The row's last occurrence is at `position` from now on; returns where it was before."""
+    occurrences.rows["key"][position % len(occurrences.rows)] = key
+    before = int(exchange(*directory, occurrences.rows, key, position))
+    return None if before == EMPTY else before & int(LOW)
+
+
+def position_of(directory: Directory, occurrences: Occurrences, key: int) -> int | None:
+    cell = int(directory.cells[locate(directory.cells, occurrences.rows, key)])
+    return None if cell == EMPTY else cell & int(LOW)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tracking_moving_and_forgetting_in_any_order_finds_exactly_what_is_tracked(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    directory, occurrences = with_room(new_directory(16), 32), new_occurrences(4096)
+    keys = keys_in_one_cluster(64, 60)
+    known: dict[int, int] = {}
+    for position in range(3000):
+        key = keys[rng.integers(len(keys))]
+        if key in known and rng.random() < 0.5:
+            forget(*directory, key, known.pop(key))
+        elif key in known or len(known) < 32:
+            assert put(directory, occurrences, key, position) == known.get(key)
+            known[key] = position
+        assert [position_of(directory, occurrences, other) for other in keys] == [known.get(other) for other in keys]
+    check_directory(directory, occurrences.rows)
+
+
+def test_a_grown_directory_leads_to_the_same_places() -> None:
+    directory, occurrences = with_room(new_directory(16), 12), new_occurrences(64)
+    for position, key in enumerate(range(0, 80, 10)):
+        put(directory, occurrences, key, position)
+    assert with_room(directory, 4) is directory
+    grown = with_room(directory, 20)
+    assert (len(directory.cells), len(grown.cells), int(grown.num_tracked[0])) == (32, 128, 8)
+    assert [position_of(grown, occurrences, key) for key in range(0, 80, 10)] == list(range(8))
+    check_directory(grown, occurrences.rows)
+
+
+def test_places_beyond_32_bits_are_told_apart_within_the_ring() -> None:
+    directory, occurrences = new_directory(16), new_occurrences(64)
+    far = 5 * 2**32 + 17
+    put(directory, occurrences, 3, far)
+    assert put(directory, occurrences, 3, far + 9) == 17
+    assert position_of(directory, occurrences, 3) == 26
+    forget(*directory, 3, far + 9)
+    assert position_of(directory, occurrences, 3) is None
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_grown_ring_keeps_every_place_and_every_queue(scored: bool) -> None:
+    occurrences = new_occurrences(8, 4, scored=scored)
+    positions, known, steps = np.arange(5, 12), np.arange(8, 12), np.arange(6, 9)
+    occurrences.rows["key"][positions % 8] = positions * 10
+    occurrences.queued[known % 8], occurrences.next_in[known % 8] = known, known + 3
+    occurrences.first[steps % 4], occurrences.tails[steps % 4] = steps * 100, steps
+    if scored:
+        occurrences.scores[positions % 8] = positions * 7
+    make_room(occurrences, 5, 8, 12, 1)
+    assert len(occurrences.rows) == 8
+    assert with_steps(occurrences, 6, 9) is occurrences
+    make_room(occurrences, 5, 8, 12, 2)
+    assert (len(occurrences.rows), len(occurrences.queued), len(occurrences.next_in)) == (16, 8, 8)
+    make_room(occurrences, 5, 8, 12, 20)
+    assert (len(occurrences.rows), len(occurrences.queued), len(occurrences.next_in)) == (32, 32, 32)
+    grown = with_steps(occurrences, 6, 10)
+    assert len(grown.first) == 8
+    assert grown.rows["key"][positions % 32].tolist() == (positions * 10).tolist()
+    assert grown.queued[known % 32].tolist() == known.tolist()
+    assert grown.next_in[known % 32].tolist() == (known + 3).tolist()
+    scores = grown.scores[positions % 32].tolist() if scored else grown.scores.tolist()
+    assert scores == ((positions * 7).tolist() if scored else [0])
+    assert grown.first[steps % 8].tolist() == (steps * 100).tolist()
+    assert grown.tails[steps % 8].tolist() == steps.tolist()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.tables import KEY_SHIFT
-from rowcast.prefetcher.planner.key_lists import Unpacker, pack
+from rowcast.prefetcher.pipeline.key_exchange import Unpacker, pack
 from rowcast.protocol.parts import Shards
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import RemoteProtocolError

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec, make_keys
-from rowcast.prefetcher.planner.exchange import SharedRows, ShareOfBatch
+from rowcast.prefetcher.planner.exchange import ExchangedRows, ShareOfBatch
 from rowcast.prefetcher.planner.group_planner import GroupMoves
 from rowcast.prefetcher.planner.grouping import JointGrouper
 from rowcast.protocol.batch import Lookups, needed_offsets
@@ -48,7 +48,7 @@ class Side:
     """One rank's plans of a step, by group."""
 
     rank: Rank
-    rows: tuple[SharedRows, ...]
+    rows: tuple[ExchangedRows, ...]
     plans: list[GroupPlan]
 
     def share(self, g: int) -> GroupShare:
@@ -78,7 +78,7 @@ def sides_of(groups: tuple[GroupSpec, ...], batch: Lookups, count: int, seed: in
     return sides
 
 
-def exchange_of(rows: SharedRows) -> tuple[Any, ...]:
+def exchange_of(rows: ExchangedRows) -> tuple[Any, ...]:
     """All but look-ups, which have needless offsets where they were not cut by rank."""
     return rows.own.home, rows.own.wanted, rows.own.places, rows.send, rows.send_counts, rows.sums
 

@@ -12,7 +12,7 @@ from rowcast.analysis.estimate.estimate import host_rates
 from rowcast.job.embedding_tables import Placement
 from rowcast.job.schema import Job
 from rowcast.job.tables import ITEM_BYTES, KEY_SHIFT, group_specs, possible_groups, with_placements
-from rowcast.prefetcher.planner.placement import Traffic, chosen, counted
+from rowcast.prefetcher.planner.first_batches import Traffic, chosen, counted
 from rowcast.prefetcher.run.sizing import placed as settled
 from rowcast.protocol.batch import Batch, Lookups, ScheduledBatch
 from rowcast.protocol.parts import Shards, owner_of, part_bounds
@@ -163,11 +163,6 @@ def test_possible_groups_have_a_width_once_for_each_pooling_that_a_choice_gives_
     assert poolings == [{"sum"}, {"mean"}]
 
 
-def test_single_look_ups_stay_rows() -> None:
-    job = auto_job(12, 4)
-    assert placed(job, bags_of(job, [1] * 12)) == ["rows"] * 12
-
-
 def test_long_bags_are_pooled_and_short_ones_are_not() -> None:
     job = auto_job(8, 2)
     assert placed(job, bags_of(job, [9, 1, 9, 1, 1, 9, 9, 1])) == [
@@ -195,11 +190,6 @@ def test_auto_moves_no_table_that_the_job_places() -> None:
     own = [jobs.table(f"t{i}", 10**6, 16, placement=way) for i, way in enumerate(("rows", "table", "auto", "auto"))]
     job = jobs.job(tables=own, ranks={"count": 2}, data={"batch_size": 128})
     assert placed(job, bags_of(job, [9, 1, 9, 1])) == ["rows", "table", "table", "rows"]
-
-
-def test_one_rank_places_nothing() -> None:
-    job = auto_job(4, 1)
-    assert placed(job, bags_of(job, [9] * 4)) == ["rows"] * 4
 
 
 def test_evaluations_count_only_where_nothing_trains() -> None:

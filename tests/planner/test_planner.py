@@ -1,21 +1,22 @@
 """The planner's life: filling the horizon, refusing, barriers, counting, checking itself."""
 
 import tracemalloc
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from rowcast.job.schema import Policy
 from rowcast.job.tables import GroupSpec
+from rowcast.prefetcher.planner.eviction import Choice, Residents, Victims, new_policy
 from rowcast.prefetcher.planner.group_planner import planner_bytes
-from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE
 from rowcast.prefetcher.planner.planner import PlanCounters, RowPlanner
 from rowcast.protocol.batch import Batch
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.planner_integrity import check_planner
 from tests.support.planner_runs import (
-    Run,
     distinct_keys,
     i64,
     one_group,
@@ -59,13 +60,6 @@ def test_a_plan_waits_until_its_horizon_is_complete() -> None:
     assert planner.ready()
     planner.plan()
     assert (planner.wants_batch, planner.ready()) == (1, False)
-
-
-def test_after_the_end_the_known_batches_are_planned_and_no_more() -> None:
-    planner = planner_over([[0], [1]], num_slots=2, horizon=5)
-    assert [planner.plan().plan, planner.plan().plan] == [0, 1]
-    assert not planner.ready()
-    assert planner.wants_batch == 0
 
 
 def test_no_batch_enters_beyond_the_horizon_out_of_order_or_after_the_end() -> None:
@@ -187,39 +181,36 @@ def test_a_planner_holds_what_is_said_of_it_and_at_most_100_bytes_a_slot(num_slo
     assert group.nbytes <= 100 * num_slots
 
 
-@pytest.mark.parametrize(
-    ("array", "field", "row", "change"),
-    [
-        ("rows", "slot", 1, 5),
-        ("rows", "key", 1, 5),
-        pytest.param("rows", "use", 1, DIRTY, id="dirty"),
-        pytest.param("rows", "use", 0, 5 << FLAG_BITS, id="last use"),
-        pytest.param("rows", "slot", 3, 5, id="step"),
-        ("next_in", None, 1, 5),
-    ],
-)
-def test_check_integrity_finds_a_changed_occurrence(array: str, field: str | None, row: int, change: int) -> None:
-    run = Run(
-        groups=one_group(6),
-        slots=(4,),
-        depth=1,
-        horizon=1,
-        trace=single_hot_trace([[0, 1, 2], [1, 3]]),
-        barriers=frozenset(),
-    )
-    planner = run.planner()
-    for scheduled in run.trace:
+class OneTooFew:
+    """Look-ahead that finds no last row."""
+
+    per_use = 0
+
+    def __init__(self) -> None:
+        self._own = new_policy("lookahead", ())
+
+    def first_scores(self, keys: I64) -> None:
+        """None."""
+
+    def choose(self, parts: Sequence[Residents], victims: Victims, num_victims: int) -> Choice:
+        return self._own.choose(parts, victims, num_victims - 1)
+
+
+@pytest.mark.parametrize("horizon", [0, 2])
+def test_a_policy_that_finds_too_few_rows_ends_the_plan_with_nothing_changed(
+    horizon: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = single_hot_trace([[0, 1, 2], [3, 4], [0, 5], [1, 3]])
+    planner = RowPlanner(one_group(6), [(4,)], 1, horizon)
+    (group,) = planner.levels[0].groups
+    monkeypatch.setattr(group, "_policy", OneTooFew())
+    for scheduled in trace[: 2 + horizon]:
+        if not planner.wants_batch:
+            planner.plan()
         planner.add(scheduled)
-    planner.plan()
+    occupancy, before = group.occupancy, group.occurrences.rows.copy()
+    with pytest.raises(AssertionError, match=r"0 rows can leave, but 1 must"):
+        planner.plan()
+    assert group.occupancy == occupancy
+    assert np.array_equal(group.occurrences.rows, before)
     check_planner(planner)
-    occurrences = planner.levels[0].groups[0].occurrences
-    oldest, _, tail = planner.levels[0].groups[0].positions
-    position = next(
-        position
-        for position in range(oldest, tail)
-        if occurrences.rows["key"][position] == row and occurrences.rows["slot"][position] != NONE
-    )
-    changed = getattr(occurrences, array)
-    (changed if field is None else changed[field])[position] ^= change
-    with pytest.raises(AssertionError, match=r"\d"):
-        check_planner(planner)

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rowcast.prefetcher.planner.directory import MOST_ROWS
-from rowcast.prefetcher.planner.group_planner import planner_bytes
 from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import GroupPlan, PlannedSteps
@@ -165,22 +164,6 @@ def test_a_tier_counts_each_known_row_a_second_time() -> None:
 
 
 # what it takes, refuses and checks
-
-
-def test_both_levels_hold_what_is_said_of_them() -> None:
-    slots, tier_slots = 4_000, 17_000
-    planner = RowPlanner(one_group(200_000), [(slots,), (tier_slots,)], 1, 3)
-    rng, most_known = np.random.default_rng(2), 0
-    (device,), (tier,) = (level.groups for level in planner.levels)
-    for scheduled in single_hot_trace((200_000 * rng.random((600, 800)) ** 5).astype(np.int64).tolist()):
-        planner.add(scheduled)
-        _, head, tail = tier.positions
-        most_known = max(most_known, tail - head)
-        if planner.ready():
-            planner.plan()
-    assert tier.occupancy.num_free == 0
-    said = planner_bytes(slots, most_known, 1) + planner_bytes(tier_slots, most_known, 1)
-    assert 0.8 * said <= device.nbytes + tier.nbytes <= 1.01 * said
 
 
 def test_a_batch_beyond_the_tier_is_refused_with_the_memory_to_raise_and_changes_nothing() -> None:

@@ -7,11 +7,9 @@ from random import Random
 
 import numpy as np
 
-from rowcast.protocol import codec
-from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.conversation import Conversation, Link
 from rowcast.protocol.messages import AnyMessage, Envelope, Released, RingRef, RowsBack
-from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import Link
+from rowcast.protocol.session import Session, decode, encode
 from rowcast.protocol.transport.ring import RingReader, RingWriter, release
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 
@@ -20,10 +18,10 @@ class LooseSession(Session):
     """Lets any message follow any other: these tests are about bytes."""
 
     def encode(self, message: AnyMessage) -> bytes:
-        return codec.encode(Envelope(incarnation=1, sequence=0, message=message))
+        return encode(Envelope(incarnation=1, sequence=0, message=message))
 
     def decode(self, frame: bytes) -> AnyMessage:
-        return codec.decode(frame).message
+        return decode(frame).message
 
 
 def rows_back(ref: RingRef | None, number: int = 0) -> RowsBack:

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 from typing import cast
 
-from rowcast.protocol.codec import decode, encode
 from rowcast.protocol.messages import Envelope
+from rowcast.protocol.session import decode, encode
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import Role

@@ -16,14 +16,13 @@ import msgspec
 import pytest
 import zmq
 
-from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import Bye, Envelope
-from rowcast.protocol.transport import callers as backlog
+from rowcast.protocol.session import encode
 from rowcast.protocol.transport import endpoint as doors
+from rowcast.protocol.transport import zmq_ends as backlog
 from rowcast.protocol.transport import zmq_link
-from rowcast.protocol.transport.callers import MOST_STRANGERS, Refusals
-from rowcast.protocol.transport.endpoint import socket_path
-from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES, Dealer, Router
+from rowcast.protocol.transport.endpoint import Refusals, socket_path
+from rowcast.protocol.transport.zmq_ends import MAX_MESSAGE_BYTES, MOST_STRANGERS, Dealer, Router
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.protocol.attackers import KINDS, LONG_PART, Attacker, greeting, long_frame, ready
@@ -83,21 +82,6 @@ def test_callers_without_a_key_are_never_heard_and_the_run_beside_them_goes_on(
         wait_for(lambda: prefetcher.refused == NUM_CONNECTIONS)
         assert prefetcher.receive() is None
         assert not prefetcher.peer_gone
-
-
-def test_every_kind_of_stranger_is_cut_off_however_long_it_waits(run: TcpRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "HANDSHAKE_MS", 300)
-    chance = Random(1)
-    with run.prefetcher(Bell()) as prefetcher:
-        attackers = [Attacker(run.port, kind, chance) for kind in range(len(KINDS))]
-        for attacker in attackers:
-            for _ in range(20):
-                attacker.send_more()
-        for attacker in attackers:
-            attacker.wait_cut_off()
-            attacker.leave()
-        wait_for(lambda: prefetcher.refused == len(KINDS))
-        assert prefetcher.received_bytes == 0
 
 
 def test_open_connections_are_limited_and_the_trainers_is_never_cut(run: TcpRun) -> None:

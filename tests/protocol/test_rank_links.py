@@ -15,8 +15,8 @@ import zmq
 
 from rowcast.protocol.parts import Rank
 from rowcast.protocol.transport import rank_links
-from rowcast.protocol.transport.callers import MOST_STRANGERS
 from rowcast.protocol.transport.rank_links import FROM, LISTENS, Listens, RankLinks, read_listens
+from rowcast.protocol.transport.zmq_ends import MOST_STRANGERS
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.runtime.run_directory import pair_folder

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from rowcast.protocol.attempts import check_hello, check_welcome
-from rowcast.protocol.codec import encode
 from rowcast.protocol.messages import PROTOCOL_VERSION, AnyMessage, Bye, Envelope, Failure, Released
 from rowcast.protocol.session import (
     PREFETCHER,
@@ -15,13 +14,12 @@ from rowcast.protocol.session import (
     TRAINER,
     Session,
     State,
-    next_state,
+    encode,
 )
 from rowcast.runtime.errors import LocalProtocolError, Mismatch, ProtocolError, RemoteProtocolError
 from rowcast.runtime.run_directory import Role
 from tests.support import sample_messages
 from tests.support.conversations import EVERY_MESSAGE, WHOLE_RUN, greeting, make_pair, other, say
-from tests.support.diagrams import conversation
 from tests.support.facts import facts
 from tests.support.sample_messages import (
     barrier_rows,
@@ -101,33 +99,6 @@ def test_what_follows_no_order_passes_wherever_the_table_has_it(state: State, ro
     pair[PREFETCHER].state = pair[TRAINER].state = state
     say(pair, (role, BY_EVENT[event]))
     assert pair[role].state is TABLE[state, role][event]
-
-
-def test_every_event_occurs_and_every_state_is_reached_in_a_whole_run() -> None:
-    state, states, events = State.WAITING_HELLO, {State.WAITING_HELLO}, set()
-    for role, message in WHOLE_RUN:
-        state = next_state(state, role, message)
-        states.add(state)
-        events.add(message.kind)
-    assert events == EVENTS - {"Failure"}
-    assert states == set(State) - {State.PREFETCHER_LEFT}
-
-
-def test_a_failure_closes_the_conversation_from_every_open_state() -> None:
-    for state, role in TABLE:
-        left = (state, role) in {(State.PREFETCHER_LEFT, PREFETCHER), (State.TRAINER_LEFT, TRAINER)}
-        following = {} if left or state is State.CLOSED else {"Failure": State.CLOSED}
-        assert {event: after for event, after in TABLE[state, role].items() if event == "Failure"} == following
-
-
-def test_no_step_is_announced_while_a_barrier_is_open() -> None:
-    pair = make_pair()
-    say(pair, *greeting(), (PREFETCHER, flush(0, None, checkpoint=True)))
-    for closing in ((TRAINER, barrier_rows(0, None)), (TRAINER, saved(0))):
-        with pytest.raises(LocalProtocolError, match="may not send PlanReady in state 'barrier"):
-            pair[PREFETCHER].encode(plan_ready(1))
-        say(pair, closing)
-    say(pair, (PREFETCHER, plan_ready(1)))
 
 
 def test_a_failure_can_still_be_sent_after_the_peer_broke_the_protocol() -> None:
@@ -230,15 +201,3 @@ def test_a_trainer_of_this_job_is_welcome_and_others_are_told_why_not() -> None:
         check_hello(sample_messages.hello(world_size=2, rank=2), sample_messages.DIGEST, world_size=2)
     with pytest.raises(Mismatch, match=facts("prefetcher", f"version {later}", PROTOCOL_VERSION)):
         check_welcome(msgspec.structs.replace(sample_messages.welcome(), protocol_version=later))
-
-
-def test_the_rendered_table_holds_every_state_and_every_change_of_state() -> None:
-    text = conversation()
-    for (state, role), following in TABLE.items():
-        assert f'state "{state}" as {state.name}' in text
-        for event, after in following.items():
-            drawn = after is not state and event != "Failure"
-            assert (f"{state.name} --> {after.name}: {role} sends {event}\n" in text) == drawn
-    table = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len(table) == len(State) + 1
-    assert table[-1] == "| closed | nothing | nothing |"

@@ -15,6 +15,7 @@ from rowcast.prefetcher.readers.formats import parquet
 from rowcast.prefetcher.readers.reader import Columns, Part, can_share, open_reader, schedule, stream_columns
 from rowcast.prefetcher.readers.workers import DecoderShare, WorkerSource, decode_share
 from rowcast.protocol.batch import Batch, Kind, Scheduled, ScheduledBatch
+from rowcast.protocol.parts import UNDIVIDED
 from rowcast.runtime.checkpoint_manifest import Position
 from tests.readers.polling import rest_of
 from tests.support.data_files import (
@@ -23,11 +24,13 @@ from tests.support.data_files import (
     NUM_TRAIN,
     all_samples,
     long_job,
+    make_job,
     same_batch,
     with_workers,
 )
 from tests.support.format_cases import CASES, Case, arrow, bags, custom, lines, named, npy, synthetic, tsv, tsv_gz
 from tests.support.inline_source import InlineSource
+from tests.support.one_frame import TABLES, WAYS, written
 
 ALL = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 SHUFFLED = pytest.mark.parametrize(
@@ -226,3 +229,26 @@ def test_eval_path_is_evaluated_whole_and_leaves_all_of_path_for_training(case: 
 def test_the_paths_are_those_of_the_files_read(case: Case, tmp_path: Path) -> None:
     job, _ = case(tmp_path)
     assert sorted(open_reader(job).paths) == sorted(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("shuffle", ["none", "window:150", "full"])
+def test_every_format_gives_the_same_batches(shuffle: str, tmp_path: Path) -> None:
+    expected: list[Part] = []
+    for way in WAYS:
+        if (way, shuffle) == ("parquet", "full"):  # it reads row groups, and refuses this order
+            continue
+        data = written(way, tmp_path)
+        job = make_job(data.pop("format"), TABLES, shuffle=shuffle, eval_fraction=0.1, batch_size=64, **data)
+        found = of_both_splits(job)
+        expected = expected or found
+        assert all(same_batch(own, other) for own, other in zip(found, expected, strict=True)), way
+
+
+def of_both_splits(job: Job) -> list[Part]:
+    splits: list[tuple[Kind, int]] = [("train", 0), ("train", 1), ("eval", 0)]
+    return [
+        decode(UNDIVIDED)
+        for part in stream_columns(job)
+        for split, epoch in splits
+        for decode in open_reader(job, part).pending(split, epoch)
+    ]

@@ -1,6 +1,7 @@
 """Text is read once; the columns that are kept of it are used only for the same bytes and rules, and only whole."""
 
 import gzip
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from structlog.testing import capture_logs
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import copies
 from rowcast.prefetcher.readers import text_files as text
+from rowcast.prefetcher.readers.formats import csv as csv_reader
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.readers.polling import rest_of
-from tests.support.data_files import CSV_COLUMNS, Row, all_samples, make_job, with_workers, write_csv
+from tests.support.data_files import CSV_COLUMNS, Row, all_samples, make_job, table, with_workers, write_csv
 from tests.support.facts import facts
 from tests.support.small_disk import small_disk
 
@@ -55,6 +57,15 @@ def rows(job: Job) -> list[Row]:
 
 def kept(folder: Path, end: str, name: str = "*") -> list[Path]:
     return sorted((folder / "columns").glob(f"{name}.{end}"))
+
+
+def test_a_row_of_an_array_of_json_is_named_by_its_number(tmp_path: Path) -> None:
+    objects = [{"label": number % 2, "int_0": 0.5, "a": number} for number in range(9)]
+    for name, content in (("a.json", json.dumps(objects, indent=1)), ("b.json", json.dumps({"n": 9, "rows": objects}))):
+        (tmp_path / name).write_text(content)
+        job = make_job("jsonl", [table("items", 7, "a")], path=str(tmp_path / name), eval_fraction=0.0)
+        with pytest.raises(DataError, match=rf"{name}, object 8, column a: id 7 is outside table items"):
+            rows(job)
 
 
 def test_the_second_start_reads_the_first_lines_only(tmp_path: Path, read: list[str]) -> None:
@@ -163,7 +174,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeyp
         with path.open("ab") as file:
             file.write(b"more\n")
 
-    monkeypatch.setattr(copies, "pieces", growing)
+    monkeypatch.setattr(csv_reader, "pieces", growing)
     with pytest.raises(DataError, match=facts(path, "the file changed while it was read")):
         open_reader(job)
     assert kept(tmp_path, "arrow") == kept(tmp_path, "partial") == []

@@ -1,12 +1,21 @@
 """CSV: what cells may hold, and the sentence for each way in which a file does not fit."""
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import csv as arrow_csv
 
+from rowcast.prefetcher.readers import text_files
+from rowcast.prefetcher.readers.formats.csv import Cell, CsvLayout, batches_of
 from rowcast.prefetcher.readers.reader import Reader, open_reader
+from rowcast.prefetcher.readers.text_files import open_text
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.support.data_files import Row, all_samples, hashed_row, make_job, table
 from tests.support.facts import facts
@@ -146,12 +155,70 @@ def test_true_and_false_are_labels_and_dense_values(words: tuple[str, str], tmp_
     assert [(own.label, own.dense) for own in rows(path)] == [(1, (0,)), (0, (1,))]
 
 
-def test_the_second_line_of_a_broken_cell_says_so(tmp_path: Path) -> None:
-    path = write(tmp_path, ["label,int_0,a,b", "1,2,3,4", '4",5'])
-    assert refusal(DataError, path) == (
-        f"{path}, line 3: 2 fields instead of the header's 4; a quoted field of an earlier line ends here: "
-        "remove line breaks within fields"
+CELLS = st.text(alphabet='ab,"\n\r ', max_size=6).map(lambda cell: re.sub("\r(?!\n)", "", cell))
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@settings(max_examples=40)
+@given(cells=st.lists(st.tuples(CELLS, CELLS), min_size=1, max_size=12), chunk=st.integers(16, 60))
+def test_cells_with_line_breaks_are_read_as_pandas_and_arrow_do_wherever_a_piece_ends(
+    end: str, cells: list[tuple[str, str]], chunk: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = written_by_csv(tmp_path_factory.mktemp("breaks"), cells, end)
+    layout = CsvLayout(header=[*"abn"], header_lines=1, delimiter=",", cells=dict.fromkeys("abn", Cell(kind="text")))
+    with pytest.MonkeyPatch.context() as patch, open_text(path) as stream:
+        patch.setattr(text_files, "CHUNK_BYTES", chunk)
+        found = [
+            (row["a"], row["b"], location(i))
+            for batch, _, location in batches_of(path, stream, layout)
+            for i, row in enumerate(batch.to_pylist())
+        ]
+    expected = [tuple(cell.encode() or None for cell in own) for own in cells]
+    assert found == [(*own, f"{path}, line {first}") for own, first in zip(expected, firsts_of(path), strict=True)]
+    assert pd.read_csv(path, dtype=str, keep_default_na=False)[["a", "b"]].to_numpy().tolist() == [*map(list, cells)]
+    options = arrow_csv.ParseOptions(newlines_in_values=True, ignore_empty_lines=False)
+    kinds = arrow_csv.ConvertOptions(column_types=dict.fromkeys("ab", pa.binary()))
+    assert arrow_csv.read_csv(path, parse_options=options, convert_options=kinds)["a"].to_pylist() == [
+        a.encode() for a, _ in cells
+    ]
+
+
+def written_by_csv(folder: Path, cells: list[tuple[str, str]], end: str) -> Path:
+    with (folder / "data.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator=end)
+        writer.writerows([["a", "b", "n"], *([*own, number] for number, own in enumerate(cells))])
+    return folder / "data.csv"
+
+
+def firsts_of(path: Path) -> list[int]:
+    """The first line of each row."""
+    with path.open(newline="") as file:
+        reader = csv.reader(file)
+        return [1 + reader.line_num for _ in reader][:-1]
+
+
+def test_an_error_that_is_found_in_the_columns_names_the_first_line_of_its_row(tmp_path: Path) -> None:
+    cells = [("u\n" * (number % 3), "v\n\n") for number in range(40)]
+    path = written_by_csv(tmp_path, cells, "\n")
+    columns = {"dense": [], "hash": ["a", "b"], "lists": {}, "label_values": "none"}
+    tables = [table("texts", 90, "a", "b"), table("numbers", 31, "n")]
+    assert refusal(DataError, path, columns, tables=tables).startswith(
+        f"{path}, line {firsts_of(path)[31]}, column n: id 31 is outside table numbers"
     )
+
+
+def test_a_first_row_with_line_breaks_decides_what_its_other_cells_are(tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,b,a,int_0", 'True,"3\n4",1,0.5', "False,5,2,1.5"])
+    columns = {"hash": ["b"], "lists": {}}
+    assert [(own.label, own.dense) for own in rows(path, columns)] == [(1, (0.5,)), (0, (1.5,))]
+    (tmp_path / "data.csv").write_bytes(path.read_bytes().split(b"\n", 1)[1])
+    columns["names"] = ["label", "b", "a", "int_0"]
+    assert [(own.label, own.dense) for own in rows(path, columns)] == [(1, (0.5,)), (0, (1.5,))]
+
+
+def test_a_record_that_does_not_fit_is_named_by_its_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path, ["label,int_0,a,b", '1,2,"3\n', '",4', '1,2,"3', '4",5,6'])
+    assert refusal(DataError, path, {"hash": ["a"]}) == f"{path}, line 5: 5 fields instead of the header's 4"
 
 
 def test_a_column_that_begins_with_true_holds_nothing_else_than_true_and_false(tmp_path: Path) -> None:
@@ -171,7 +238,7 @@ NO_INTEGER = "is not an integer of 64 bits; set data.columns.hash = true to use 
 INVALID_ID = 'enlarge the table or set data.on_invalid_id = "modulo" or "zero"'
 CHANGED = "scale it, or make it an array (data.columns.inputs, or another key of a data set's batch)"
 
-QUOTED = ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
+QUOTED = ": a quoted field begins here and does not end; close its quotes, and double those within a field"
 
 
 @pytest.mark.parametrize("shuffle", ["none", "window:3", "window:100"])
@@ -270,13 +337,6 @@ def test_a_column_that_the_header_has_not_is_named_with_the_nearest(tmp_path: Pa
     path = write(tmp_path, LINES)
     sentence = f"data.columns.label: {path} has no column lable, the nearest is label; it has label, int_0, a, b, w"
     assert refusal(ConfigError, path, {"label": "lable"}) == sentence
-
-
-def test_a_bottom_mlp_without_a_dense_column_is_refused_with_candidates(tmp_path: Path) -> None:
-    path = write(tmp_path, ["label,age,name,a,b,price", "0,30,ann,1,2,0.5"])
-    assert 'data.columns.dense = ["age", "price"]; data.columns.dense = [] says' in refusal(ConfigError, path)
-    assert rows(path, {"dense": []})[0].dense == ()
-    assert rows(path, {"dense": ["price", "age"]})[0].dense == (0.5, 30)
 
 
 @pytest.mark.parametrize(

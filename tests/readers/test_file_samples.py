@@ -1,5 +1,6 @@
 """What a checkpoint knows of the contents of data files."""
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,8 +8,12 @@ import numpy as np
 import pytest
 
 from rowcast.prefetcher.readers import data_files
-from rowcast.prefetcher.readers.data_files import blocks, sampled
-from rowcast.runtime.errors import ConfigError
+from rowcast.prefetcher.readers.data_files import sampled
+from rowcast.runtime.checkpoint_manifest import SavedTable
+from rowcast.runtime.disk import blocks
+from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.first_values import FirstValues
+from tests.support.facts import facts
 
 BLOCK = 64 * 2**10
 
@@ -32,6 +37,25 @@ CHECKSUMS = {
 def test_checksums_are_those_of_earlier_versions(tmp_path: Path) -> None:
     found = {nbytes: sampled([written(tmp_path / "a", nbytes)])[0].checksum for nbytes in CHECKSUMS}
     assert found == CHECKSUMS
+
+
+def test_first_values_that_a_save_names_are_those_of_the_same_file(tmp_path: Path) -> None:
+    path = written(tmp_path / "weights", 4000)
+    place = FirstValues(width=4, path=str(path)).sampled()
+    place.check()
+    SavedTable(name="a", num_rows=250, dim=4, states=(), first=(place, FirstValues(width=1)))
+    path.write_bytes(b"1" + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=facts("weights", "4,000 bytes", "bring that file back")):
+        place.check()
+    path.unlink()
+    with pytest.raises(DataError, match=facts("weights", "No such file")):
+        place.check()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=facts("weights", "not a regular file")):
+        place.check()
+    for first in ((place,), (FirstValues(width=4, path=str(path)), FirstValues(width=1))):
+        with pytest.raises(ValueError, match="first values"):
+            SavedTable(name="a", num_rows=250, dim=4, states=(), first=first)
 
 
 def test_each_file_has_its_path_and_size_in_order(tmp_path: Path) -> None:

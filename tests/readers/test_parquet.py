@@ -17,6 +17,7 @@ from rowcast.prefetcher.readers.workers import DecoderShare, decode_share
 from rowcast.protocol.batch import Batch, Samples
 from rowcast.protocol.parts import UNDIVIDED
 from rowcast.runtime.errors import ConfigError, DataError
+from tests.readers.polling import next_dense, next_ids
 from tests.support.data_files import (
     PARQUET_COLUMNS,
     all_samples,
@@ -29,6 +30,7 @@ from tests.support.data_files import (
     write_parquet,
 )
 from tests.support.facts import facts
+from tests.support.inline_source import InlineSource
 
 TABLES = [table("scalars", 10, "a"), table("bags", 10, "b")]
 LISTS = pa.list_(pa.int64())
@@ -142,39 +144,46 @@ def test_one_file_may_hold_bags_and_another_single_ids_of_a_feature(shuffle: str
     assert [row.weights for row in rows] == [((1,), weights[i]) for i in order]
 
 
-def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[str]]]:
+    """The row groups and columns that were read, in order."""
+    read: list[tuple[list[int], list[str]]] = []
+
+    class Noting(pq.ParquetFile):  # type: ignore[misc]
+        def iter_batches(self, *args: Any, row_groups: list[int], columns: list[str], **options: Any) -> Any:
+            read.append((row_groups, columns))
+            return super().iter_batches(*args, row_groups=row_groups, columns=columns, **options)
+
+    monkeypatch.setattr(pq, "ParquetFile", Noting)
+    return read
+
+
+def test_row_groups_without_a_wanted_row_are_not_read(tmp_path: Path, asked: list[tuple[list[int], list[str]]]) -> None:
     columns = {name: np.arange(80) % 2 for name in ("label", "int_0", "a", "b")}
     for name in ("0.parquet", "1.parquet"):
         pq.write_table(pa.table(columns), tmp_path / name, row_group_size=8)
-    read: list[int] = []
-
-    class Noting(pq.ParquetFile):  # type: ignore[misc]
-        def iter_batches(self, *args: Any, row_groups: list[int], **options: Any) -> Any:
-            read.extend(row_groups)
-            return super().iter_batches(*args, row_groups=row_groups, **options)
-
-    monkeypatch.setattr(pq, "ParquetFile", Noting)
     job = make_job("parquet", TABLES, path=str(tmp_path), eval_fraction=0.0, batch_size=8)
     share = DecoderShare(job=job, columns="all", max_steps=None, start=None, index=1, num_decoders=3)
     assert [own.step for own in decode_share(share, open_reader(job))] == [1, 4, 7, 10, 13, 16, 19]
-    assert read == [1, 4, 7, 0, 3, 6, 9]
+    assert [group for groups, _ in asked for group in groups] == [1, 4, 7, 0, 3, 6, 9]
 
 
 def test_evaluation_between_train_steps_reads_no_row_group_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: list[tuple[list[int], list[str]]]
 ) -> None:
     write_parquet(tmp_path / "a.parquet", 100)
-    opened: list[int] = []
-
-    class Noting(pq.ParquetFile):  # type: ignore[misc]
-        def iter_batches(self, *args: Any, row_groups: list[int], **options: Any) -> Any:
-            opened.extend(row_groups)
-            return super().iter_batches(*args, row_groups=row_groups, **options)
-
-    monkeypatch.setattr(pq, "ParquetFile", Noting)
     job = long_job(make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS))
     assert sum(batch.batch.size for batch in schedule(job, open_reader(job))) == 2 * 80 + 6 * 20
-    assert len(opened) == 2 * 7 + 6 * 2
+    assert sum(len(groups) for groups, _ in asked) == 2 * 7 + 6 * 2
+
+
+def test_only_the_columns_of_the_part_are_read(tmp_path: Path, asked: list[tuple[list[int], list[str]]]) -> None:
+    write_parquet(tmp_path / "a.parquet", 100)
+    source = InlineSource(make_job("parquet", path=str(tmp_path), columns=PARQUET_COLUMNS))
+    assert next_ids(source) is not None
+    assert [columns for _, columns in asked] == [["cat_3", "cat_0", "cat_25", "cat_0_weights"]]
+    next_dense(source)
+    assert [columns for _, columns in asked[1:]] == [["click", "int_2", "int_10"]]
 
 
 def test_of_many_columns_some_are_listed_and_the_nearest_is_named(tmp_path: Path) -> None:

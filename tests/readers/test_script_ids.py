@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs, make_keys, table_specs
-from rowcast.prefetcher.readers.script_ids import ScriptIds
+from rowcast.prefetcher.readers.source import ScriptIds
 from rowcast.prefetcher.run.script import ScriptStore
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import finish
-from rowcast.protocol.messages import Ids
-from rowcast.protocol.script_setup import Columns, ScriptTable
+from rowcast.protocol.messages import Ids, ScriptTable
 from rowcast.runtime.errors import RemoteProtocolError
+from rowcast.runtime.first_values import FirstValues
 from tests.support.jobs import job, table
 from tests.support.sample_messages import numbers_of
 
@@ -63,8 +63,8 @@ def test_rows_that_no_script_looks_up_are_refused(wrong: Ids, sentence: str) -> 
 def test_rows_that_were_not_trained_have_the_scripts_first_values(tmp_path: Path) -> None:
     first = np.arange(20, dtype=np.float32).reshape(10, 2)
     first.tofile(path := f"{tmp_path}/weights")
-    columns = (Columns(width=2, path=path), Columns(width=1, value=0.25))
-    tables = [ScriptTable(columns=own, largest_rows=1, distinct_rows=1) for own in (columns, (Columns(width=3),))]
+    columns = (FirstValues(width=2, path=path), FirstValues(width=1, value=0.25))
+    tables = [ScriptTable(columns=own, largest_rows=1, distinct_rows=1) for own in (columns, (FirstValues(width=3),))]
     store = ScriptStore(MemoryStore(GROUP), GROUP, tables)
     keys = np.concatenate([make_keys(0, np.array([4, 9])), make_keys(1, np.array([4]))])
     records = np.ones((3, GROUP.record_bytes), np.uint8)

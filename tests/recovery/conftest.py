@@ -1,13 +1,9 @@
 """Sessions of processes that are started without their imports, and the result that all of them must come to."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.recovery.restarted import Outcome, Recovering
 from tests.support.processes import Session
-from tests.support.starter import Starter
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +15,3 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         assert run.num_starts == 2, "nothing was disturbed"
         assert session.remains() == []
         return outcome
-
-
-@pytest.fixture
-def session(tmp_path: Path, starter: Starter) -> Iterator[Session]:
-    with Session(tmp_path, starter.launch) as session:
-        yield session

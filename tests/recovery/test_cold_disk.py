@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES
+from rowcast.prefetcher.stores.cold.segments import BLOCK_BYTES
 from rowcast.trainer.report.report_json import read_report
 from tests.recovery.restarted import END_TIMEOUT_S, NUM_TRAIN, TIERED, Outcome, Recovering, end_well, sections
 from tests.support.processes import Process, Session

@@ -26,7 +26,7 @@ import numpy as np
 import xxhash
 
 from rowcast.job.tables import TableSpec
-from rowcast.prefetcher.stores.elements import rounded, widened
+from rowcast.prefetcher.stores.records import rounded, widened
 from rowcast.protocol.first_values import initial_rows
 from rowcast.runtime.errors import DataError
 from rowcast.serving.model import Model

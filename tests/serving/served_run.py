@@ -10,8 +10,7 @@ from safetensors.numpy import save
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import make_keys
-from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import elements_of, first_records, rounded, widened
 from rowcast.runtime.arrays import F32
 from rowcast.runtime.checkpoint_manifest import TrainingData
 from rowcast.serving.publisher import Publisher

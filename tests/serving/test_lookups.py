@@ -82,6 +82,11 @@ def hashed(text: bytes) -> int:
             [-1, 0, 4.5, 5, None],
             [1, 2, 2, 3, 0],
         ),
+        (
+            job_of("parquet", columns={"prepare": {"cat_0": {"of": "time", "clock": "weekday"}}}),
+            ["2024-03-01", None, "2024-03-03T23:30:00-01:00", "1709251200"],
+            [5, 0, 1, 5],
+        ),
         (job_of("synthetic"), [], []),
     ],
 )
@@ -112,12 +117,14 @@ def test_ids_that_training_would_have_refused_are_refused(job: Job, ids: Any, na
 
 def test_dense_features_are_prepared_as_in_training(tmp_path: Path) -> None:
     prepare = {"price": {"fill": 1, "log1p": True}, "side": {"map": {"left": -1}}, "year": {"standardize": [1990, 10]}}
-    columns = {"dense": ["price", "side", "year"], "prepare": prepare}
+    prepare["age"] = {"of": "time", "clock": "days", "since": "2024-03-01"}
+    columns = {"dense": ["price", "side", "year", "age"], "prepare": prepare}
     run = ServedRun(serving_job(tmp_path / "run", format="parquet", path="x", columns=columns, synthetic=None))
     run.checkpoint()
     publish(run, tmp_path / "served")
     model, given = Model(tmp_path / "served"), {"year": [2000, 1985], "price": [None, 0.5], "side": ["left", "left"]}
-    expected = np.array([[np.log1p(1), -1, 1], [np.log1p(0.5), -1, -0.5]], np.float32)
+    given["time"] = ["2024-03-01T23:00:00Z", "2024-03-01T23:00:00-02:00"]
+    expected = np.array([[np.log1p(1), -1, 1, 0], [np.log1p(0.5), -1, -0.5, 1]], np.float32)
     assert model.dense_features(given).tobytes() == expected.tobytes()
     for changed, named in (({"side": ["up", "left"]}, "up"), ({"price": [-2, 0]}, "-2"), ({"year": [None, 1]}, "nan")):
         with pytest.raises(ValueError, match=facts(*changed, named)):

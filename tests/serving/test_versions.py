@@ -1,6 +1,7 @@
 """What is served is what was trained: every bit of every row, in versions of which readers see only whole ones."""
 
 import itertools
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -10,21 +11,22 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from rowcast.prefetcher.stores.elements import elements_of
+from rowcast.prefetcher.stores.records import elements_of
 from rowcast.runtime import crash_points
 from rowcast.runtime.checkpoint_manifest import checkpoint_folders
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.runtime.process import Signals
 from rowcast.serving import publisher
-from rowcast.serving.command import follow
+from rowcast.serving.command import PublishCollector, follow
 from rowcast.serving.model import Model
+from rowcast.serving.publisher import Publisher
 from rowcast.serving.row_layout import DTYPES, DType
 from rowcast.serving.snapshot import Snapshot
 from rowcast.serving.version_file import read_current, version_name
 from rowcast.serving.version_writer import Content, write_tables
 from tests.checkpoints.fake_ranks import FakeRanks
 from tests.checkpoints.fake_run import damages
-from tests.serving.served_run import NUM_DENSE, TABLES, ServedRun, publish, publisher_of, serving_job
+from tests.serving.served_run import NUM_DENSE, SMALL, TABLES, ServedRun, publish, publisher_of, serving_job
 from tests.support.facts import facts
 from tests.support.repeats import count
 
@@ -408,3 +410,26 @@ def test_a_row_that_is_not_finite_is_refused_by_every_dtype_with_advice_that_hel
     run.checkpoint()
     with pytest.raises(ConfigError, match=facts("row 6 of table user", "not finite", "older checkpoint")):
         publish(run, tmp_path / "served", dtype)
+
+
+def test_what_is_served_is_as_old_as_the_checkpoint_of_the_newest_version(tmp_path: Path) -> None:
+    run = ServedRun(serving_job(tmp_path / "run", SMALL))
+    first = publisher_of(run, tmp_path / "versions")
+    assert delay_of(first) == 0, "nothing is served"
+    run.train_some(0.5)
+    for at_s in (1000.0, 3000.0):
+        manifest = run.checkpoint()
+        path = run.checkpoints.root / manifest.name / "manifest.json"
+        os.utime(path, (at_s, at_s))
+        first.publish()
+        assert first.served_since == at_s
+        run.train_some(0.1)
+    again = publisher_of(run, tmp_path / "versions")
+    assert again.publish() is None, "it is published already"
+    assert again.served_since == 3000.0
+    assert delay_of(again) > 10**9
+
+
+def delay_of(publisher: Publisher) -> float:
+    [delay] = [value for name, _, value in PublishCollector(publisher)._samples() if name.startswith("rowcast_serving")]
+    return delay

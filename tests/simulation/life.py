@@ -26,19 +26,17 @@ from structlog.typing import EventDict
 from rowcast.job.section import decode
 from rowcast.job.stores import Store
 from rowcast.job.tables import GroupSpec, group_specs
-from rowcast.prefetcher.checkpoints import snapshot
-from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.checkpoints import writer
+from rowcast.prefetcher.run.starting_point import Tables
 from rowcast.prefetcher.stores import memory_store, tiered_store, touched_rows
 from rowcast.prefetcher.stores.cold import redis_rows
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.errors import RowcastError, StoreLost
-from tests.simulation.both import Both
-from tests.simulation.ending import Ending, Outcome
+from tests.simulation.both import Both, Ending, Outcome
 from tests.simulation.faults import Faults, draw_faults
 from tests.simulation.link import Arrival, faulty_pair
-from tests.simulation.promises import LifeFailed, check_run, check_state
-from tests.simulation.scenario import Scenario, draw_scenario, reference
+from tests.simulation.scenario import LifeFailed, Scenario, check_run, check_state, draw_scenario, reference
 from tests.simulation.server import SimulatedServer
 from tests.simulation.storage import Storage
 from tests.support.cold_dict import ColdDict
@@ -275,7 +273,7 @@ def run_life(seed: int, say: Say = lambda text: None) -> Life:
             life = Life(seed, Path(folder), keep, logs)
             with ExitStack() as stack:
                 own = life.scenario
-                stack.enter_context(patch.object(snapshot, "BLOCK_BYTES", own.block_bytes))
+                stack.enter_context(patch.object(writer, "BLOCK_BYTES", own.block_bytes))
                 stack.enter_context(patch.object(redis_rows, "ROWS_AT_ONCE", own.rows_a_call))
                 stack.enter_context(patch.object(redis_rows, "CHECK_S", 0.0 if own.asks_often else math.inf))
                 life.live()

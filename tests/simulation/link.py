@@ -13,9 +13,9 @@ from typing import Literal, get_args
 
 import msgspec
 
-from rowcast.protocol import codec
 from rowcast.protocol.messages import EndOfData, Envelope, PlanDone
-from rowcast.protocol.transport.link import Payload
+from rowcast.protocol.session import decode
+from rowcast.protocol.transport.ring import Payload
 from rowcast.runtime.errors import RemoteProtocolError
 from tests.support.inproc_link import InprocLink, inproc_pair
 
@@ -101,7 +101,7 @@ class FaultyLink:
         if self._held is not None:
             self._ready += [(arrival, True), (self._held, True)]
         elif self._fault is not None and len(self.arrived) - 1 == self._fault.at:
-            self._say(f"{self._fault}: a {type(codec.decode(arrival[0]).message).__name__}")
+            self._say(f"{self._fault}: a {type(decode(arrival[0]).message).__name__}")
             self._happen(self._fault, arrival)
         else:
             self._ready.append((arrival, self.lost_a_frame))
@@ -149,7 +149,7 @@ def flipped(arrival: Arrival, share: float) -> Arrival:
         changed = bytearray(payload[0])
         changed[int(2 * share * len(changed))] ^= 1 << len(changed) % 8
         return frame, (memoryview(bytes(changed)), *payload[1:])
-    if isinstance(codec.decode(frame).message, MEASURED):
+    if isinstance(decode(frame).message, MEASURED):
         return bytes([frame[0] ^ 0x10]) + frame[1:], payload
     bits = len(frame) * 8
     for bit in range(bits):
@@ -157,7 +157,7 @@ def flipped(arrival: Arrival, share: float) -> Arrival:
         changed = bytearray(frame)
         changed[place // 8] ^= 1 << place % 8
         try:
-            codec.decode(bytes(changed))
+            decode(bytes(changed))
         except RemoteProtocolError:
             return bytes(changed), payload
     raise AssertionError(f"no bit of a frame of {len(frame)} bytes matters")
@@ -165,7 +165,7 @@ def flipped(arrival: Arrival, share: float) -> Arrival:
 
 def of_other_incarnation(arrival: Arrival) -> Arrival:
     """The same message with the next sequence number, but of the incarnation before."""
-    envelope = codec.decode(arrival[0])
+    envelope = decode(arrival[0])
     return msgspec.msgpack.encode(msgspec.structs.replace(envelope, incarnation=envelope.incarnation - 1)), arrival[1]
 
 

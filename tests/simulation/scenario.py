@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.checkpoints import snapshot
+from rowcast.prefetcher.checkpoints import writer
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.stores import tiered_store
 from rowcast.prefetcher.stores.cold import redis_rows
@@ -147,7 +147,7 @@ def draw_scenario(chance: random.Random) -> Scenario:
         asks_often=chance.random() < 0.5,
         peers_wait=chance.random() < 0.8,
         num_faults=chance.randint(1, 5),
-        block_bytes=chance.choice([1, 500, snapshot.BLOCK_BYTES]),
+        block_bytes=chance.choice([1, 500, writer.BLOCK_BYTES]),
     )
 
 
@@ -180,3 +180,25 @@ class RandomModel(SmallModel):
 
 def random_model(job: Job, num_dense: int) -> nn.Module:
     return RandomModel(small_width(job, num_dense))
+
+
+class LifeFailed(AssertionError):
+    """What rowcast promises did not hold."""
+
+
+def check_run(run: InProcessRun, wanted: Reference) -> None:
+    """Losses, evaluations, tables, row state and dense weights have the bits of the undisturbed run."""
+    if np.array(run.results.losses, np.float32).tobytes() != wanted.losses:
+        raise LifeFailed("losses differ from the plain loop's")
+    if run.results.evaluations != wanted.evaluations:
+        raise LifeFailed(f"evaluations {run.results.evaluations} differ from {wanted.evaluations}")
+    state = run.state()
+    if state.keys() != wanted.state.keys():
+        raise LifeFailed(f"the run has {sorted(state)}, the plain loop {sorted(wanted.state)}")
+    check_state(state, wanted, "after the run")
+
+
+def check_state(state: dict[str, torch.Tensor], wanted: Reference, where: str) -> None:
+    for name, tensor in state.items():
+        if not torch.equal(tensor.view(torch.int32), wanted.state[name].contiguous().view(torch.int32)):
+            raise LifeFailed(f"{name} {where} differs from the plain loop's")

@@ -10,7 +10,7 @@ from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import DataError, RowcastError
 from tests.checkpoints.fake_run import damages
 from tests.simulation.disk import SimulatedDisk
-from tests.simulation.promises import LifeFailed
+from tests.simulation.scenario import LifeFailed
 
 DISK_SENTENCE = "the checkpoint could not be written"
 

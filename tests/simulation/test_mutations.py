@@ -6,19 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import rowcast.prefetcher.run.tables
+import rowcast.prefetcher.run.starting_point
 import rowcast.trainer.models.job_model
 import rowcast.trainer.models.runner
 from rowcast.job.tables import GroupSpec
 from rowcast.prefetcher.checkpoints.restore import OwnShard, restore_chosen
-from rowcast.prefetcher.checkpoints.row_files import HashedFile
-from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
+from rowcast.prefetcher.checkpoints.row_files import HashingWriter
+from rowcast.prefetcher.checkpoints.writer import BarrierCheckpointer
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
-from rowcast.prefetcher.stores.cold.cold_rows import Places
 from rowcast.prefetcher.stores.cold.redis_rows import RedisRows
-from rowcast.prefetcher.stores.frozen_rows import FrozenRows
-from rowcast.prefetcher.stores.store import Keys
-from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.prefetcher.stores.store import Keys, Places
+from rowcast.prefetcher.stores.tracked_store import FrozenRows, TrackedStore
 from rowcast.protocol.messages import AnyMessage
 from rowcast.protocol.session import Session
 from rowcast.runtime.arrays import U64
@@ -46,7 +44,7 @@ def roll_back_without_forgetting(patch: pytest.MonkeyPatch) -> None:
                 keys = restore_chosen(root, part, layer, group, store, keys)
             store.settle()
 
-    patch.setattr(rowcast.prefetcher.run.tables, "restore_changed", restore_changed)
+    patch.setattr(rowcast.prefetcher.run.starting_point, "restore_changed", restore_changed)
 
 
 def freeze_before_the_rows_are_home(patch: pytest.MonkeyPatch) -> None:
@@ -87,7 +85,7 @@ def forget_random_state(patch: pytest.MonkeyPatch) -> None:
 
 def never_sync(patch: pytest.MonkeyPatch) -> None:
     """Files are renamed and named by a manifest, but not on the disk when power is lost."""
-    patch.setattr(HashedFile, "sync", lambda self: None)
+    patch.setattr(HashingWriter, "sync", lambda self: None)
 
 
 def accept_any_incarnation(patch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
-from rowcast.prefetcher.stores import all_stores
-from rowcast.prefetcher.stores.all_stores import AllStores, Rows
-from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores import memory_store
+from rowcast.prefetcher.stores.memory_store import AllStores, MemoryStore, Rows
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.runtime.stages import ThreadPool
@@ -46,7 +45,7 @@ def new_stores() -> list[TrackedStore]:
 def test_any_rows_in_one_call_are_those_of_each_stores_own_calls(
     seed: int, num_threads: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(all_stores, "LEAST_TO_PASS", most)
+    monkeypatch.setattr(memory_store, "LEAST_TO_PASS", most)
     rng, own, theirs = np.random.default_rng(seed), new_stores(), new_stores()
     for store in own:
         store.numbers.pool = ThreadPool(num_threads, least=4)

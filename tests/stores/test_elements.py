@@ -1,22 +1,24 @@
-"""Values of fp16 and bf16: rounded as torch rounds them, and the first values of rows whose weights are rounded."""
+"""Values of fp16 and bf16 are rounded as torch rounds them; no element that is NaN or infinite is missed."""
+
+import itertools
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
-from rowcast.prefetcher.stores.elements import elements_of, rounded, widened
-from rowcast.prefetcher.stores.first_records import first_records
-from rowcast.prefetcher.stores.memory_store import MemoryStore
-from rowcast.prefetcher.stores.store import finish
-from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.prefetcher.stores.records import FiniteRows, elements_of, first_fault, first_records, rounded, widened
 from rowcast.protocol.first_values import initial_rows
+from rowcast.runtime.stages import ThreadPool
 from rowcast.trainer.kernels import DTYPES
 from tests.support.batches import small_job
+from tests.support.jobs import job, table
 
 HALVES: tuple[RowType, ...] = ("fp16", "bf16")
 SEED = 11
@@ -48,14 +50,6 @@ def test_rounding_has_the_bits_of_torchs_conversion(dtype: RowType) -> None:
     anything = np.random.default_rng(0).integers(0, 2**32, 200_000, np.uint64).astype(np.uint32).view(np.float32)
     values = np.concatenate([interesting_values(dtype), anything[~np.isnan(anything)]])
     assert torch.equal(by_us(values, dtype), by_torch(values, dtype))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_tie_goes_to_the_even_neighbour(dtype: RowType) -> None:
-    bits = {"fp16": 10, "bf16": 7}[dtype]
-    ulp = 2.0**-bits
-    values = np.array([1 + ulp / 2, 1 + 3 * ulp / 2, -1 - ulp / 2, -1 - 3 * ulp / 2], np.float32)
-    assert widened(rounded(values, dtype), dtype).tolist() == [1, 1 + 2 * ulp, -1, -1 - 2 * ulp]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -107,16 +101,71 @@ def test_first_records_hold_rounded_weights_unrounded_masters_and_initial_state(
         assert not torch.equal(values.to(DTYPES[dtype]).float(), values), "no value needed rounding"
 
 
-@pytest.mark.parametrize("master", [False, True])
-def test_stores_keep_half_rows_as_they_keep_any_record(master: bool) -> None:
-    for group in groups_of("bf16", master=master):
-        store = TrackedStore(MemoryStore(group), group, SEED)
-        table = group.tables[0]
-        keys = make_keys(table.index, np.arange(table.num_embeddings))
-        records = first_records(group, SEED, keys)
-        elements_of(records, group.parts[0])[::3] = 0x3F80  # one, in bf16
-        finish(store.write(keys[::3], records[::3]))
-        found = np.empty_like(records)
-        finish(store.read(keys, found))
-        assert np.array_equal(found, records)
-        store.close()
+LAYOUTS = [
+    (dtype, optimizer, master)
+    for dtype, optimizer, master in itertools.product(
+        ("fp32", "fp16", "bf16"), ("sgd", "adagrad", "rowwise_adagrad", "adam"), (False, True)
+    )
+    if not (dtype == "fp32" and master)
+]
+EXPONENTS = {np.dtype("float32"): 0x7F80_0000, np.dtype("float16"): 0x7C00, np.dtype("uint16"): 0x7F80}  # bf16
+
+
+def users_of(dtype: str, optimizer: str, master: bool, dim: int = 5) -> GroupSpec:
+    sparse = {"kind": optimizer, "lr": 0.1, "master": master}
+    [group] = group_specs(job(tables=[table("users", 9, dim, dtype=dtype)], optimizer={"sparse": sparse}))
+    return group
+
+
+@pytest.mark.parametrize(("dtype", "optimizer", "master"), LAYOUTS)
+def test_every_place_of_a_record_is_looked_at_and_named(dtype: str, optimizer: str, master: bool) -> None:
+    group = users_of(dtype, optimizer, master)
+    finite, keys = FiniteRows(group), np.arange(9)
+    for part in group.parts:
+        for column in range(part.width):
+            records = np.zeros((9, group.record_bytes), np.uint8)
+            elements = elements_of(records, part)
+            unsigned = elements.view(f"u{elements.itemsize}")
+            infinity = EXPONENTS[elements.dtype]
+            sign = 1 << (8 * elements.itemsize - 1)
+            for bits, shown in ((infinity, "inf"), (infinity | sign, "-inf"), (infinity + 1, "nan"), (sign - 1, "nan")):
+                unsigned[7, column] = bits
+                assert finite.fault(keys, records) == f"row 7 of table users: {part.name}[{column}] is {shown}"
+            for bits in (infinity - 1, infinity - 1 | sign, 1, sign, 0):
+                unsigned[7, column] = bits
+                assert finite.fault(keys, records) == ""
+
+
+@given(st.sampled_from(LAYOUTS), st.integers(1, 40), st.integers(0, 2**32))
+def test_records_of_any_bits_are_finite_as_numpy_says(layout: tuple[str, str, bool], dim: int, seed: int) -> None:
+    group, rng = users_of(*layout, dim=dim), np.random.default_rng(seed)
+    records = np.zeros((3, group.record_bytes), np.uint8)
+    for part in group.parts:
+        elements_of(records, part).view(np.uint8)[:] = rng.integers(0, 256, (3, part.nbytes))
+    shown = FiniteRows(group).fault(np.arange(3), records)
+    wide = [elements_of(records, part) for part in group.parts]
+    wide = [own.astype(np.uint32) << 16 if own.dtype == np.uint16 else own for own in wide]
+    rows = np.all([np.isfinite(own.view(np.float32) if own.dtype == np.uint32 else own).all(1) for own in wide], axis=0)
+    assert shown.startswith("" if rows.all() else f"row {np.argmin(rows)} of table users: ")
+    assert bool(shown) == (not rows.all())
+
+
+@given(st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(0, 12)), max_size=4), st.integers(0, 2**32))
+def test_any_number_of_threads_names_the_first_row_that_is_not_finite(
+    pieces: list[tuple[tuple[str, str, bool], int]], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    groups, rows = [users_of(*layout) for layout, _ in pieces], []
+    for number, (group, (_, count)) in enumerate(zip(groups, pieces, strict=True)):
+        records = np.zeros((count, group.record_bytes), np.uint8)
+        if count and rng.random() < 0.5:
+            part = group.parts[rng.integers(len(group.parts))]
+            elements_of(records, part)[rng.integers(count), rng.integers(part.width)] = (
+                0xFFFF if (part.dtype == "bf16") else np.nan
+            )
+        rows.append((number, np.arange(count), records))
+    finite = [FiniteRows(group) for group in groups]
+    faults = [finite[number].fault(keys, records) for number, keys, records in rows]
+    for num_threads in (1, 2, 3):
+        shown = first_fault(finite, rows, ThreadPool(num_threads, least=3))
+        assert shown == next(filter(None, faults), "")

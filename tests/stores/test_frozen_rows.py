@@ -1,4 +1,4 @@
-"""A checkpoint gets its barrier's rows, whatever is written before they are handed out: over stores of every kind."""
+"""First values, which rows a checkpoint must hold, and that it gets its barrier's: over stores of every kind."""
 
 import threading
 from collections.abc import Iterator
@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rowcast.prefetcher.stores import frozen_rows
-from rowcast.prefetcher.stores.frozen_rows import FrozenRows
+from rowcast.prefetcher.stores import tracked_store
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.prefetcher.stores.tracked_store import TrackedStore
+from rowcast.prefetcher.stores.tracked_store import FrozenRows, TrackedStore
 from tests.stores.every_store import (
     GROUP,
     SEED,
@@ -20,6 +19,7 @@ from tests.stores.every_store import (
     all_keys,
     changed_rows,
     finish,
+    first_floats,
     groups,
     keys_of,
     opened,
@@ -124,7 +124,7 @@ def test_any_writes_between_the_blocks_change_neither_them_nor_are_they_lost(
 
 def test_two_threads_give_the_same_rows_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint's thread hands rows out while the write-back's writes over all of them, again and again."""
-    monkeypatch.setattr(frozen_rows, "ROWS_AT_ONCE", 16)
+    monkeypatch.setattr(tracked_store, "COPIED_AT_ONCE", 16)
     [group] = [group for group in groups(scale=100) if group.tables[0].name == "first"]
     store = TrackedStore(MemoryStore(group), group, SEED)
     keys = np.concatenate([keys_of((t.index, list(range(t.num_embeddings)))) for t in group.tables])
@@ -152,3 +152,44 @@ def test_two_threads_give_the_same_rows_as_one(monkeypatch: pytest.MonkeyPatch) 
         assert np.concatenate([found for found, _ in handed_out]).tolist() == keys.tolist()
         words = np.concatenate([rows for _, rows in handed_out]).view(np.uint64)
         assert (words == turn).all(), f"{(words != turn).any(axis=1).sum()} of {len(keys)} rows are not the barrier's"
+
+
+def changed_keys(store: TrackedStore) -> list[int]:
+    return [int(key) for table in GROUP.tables for key in store.changed_keys(table.index)]
+
+
+operations = st.one_of(
+    st.tuples(st.sampled_from(["write", "forget"]), row_sets), st.tuples(st.just("settle"), st.just(set[int]()))
+)
+
+
+@pytest.mark.parametrize("kind", STORES)
+@settings(max_examples=40)
+@given(history=st.lists(operations, max_size=12))
+def test_any_writes_settlings_and_forgettings_agree_with_a_dictionary_and_a_set(
+    kind: str, history: list[tuple[str, set[int]]]
+) -> None:
+    everything = all_keys()
+    rows: dict[int, bytes] = {}
+    changed: set[int] = set()
+    with opened(kind) as own:
+        store = tracked(own)
+        for step, (operation, chosen) in enumerate(history):
+            keys = everything[sorted(chosen)]
+            if operation == "write":
+                records = random_records(len(keys), step)
+                finish(store.write(keys, records))
+                rows |= {int(key): record.tobytes() for key, record in zip(keys, records, strict=True)}
+                changed |= set(keys.tolist())
+            elif operation == "forget":
+                store.forget(keys)
+                rows = {key: record for key, record in rows.items() if key not in keys}
+                changed -= set(keys.tolist())
+            else:
+                store.settle()
+                changed.clear()
+            assert changed_keys(store) == sorted(changed)
+            assert store.num_changed == len(changed)
+            assert changed_rows(store) == {key: rows[key] for key in changed}
+        first = zip(everything.tolist(), first_floats(everything), strict=True)
+        assert read(store, everything).tobytes() == b"".join(rows.get(key, floats.tobytes()) for key, floats in first)

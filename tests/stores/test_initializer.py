@@ -1,17 +1,15 @@
 """First values of rows: the generator's published answers, their independence of order, and their statistics."""
 
-from typing import Any, Literal
+from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 import pytest
 import xxhash
 
 from rowcast.job.tables import TableSpec
-from rowcast.protocol.first_values import Initializer, fill_initial, fill_row, initial_rows, philox, table_initializer
+from rowcast.protocol.first_values import fill_row, initial_rows, philox, table_initializer
 from rowcast.runtime.compiled import STORES_PAST_CACHES as IS_X86
-from rowcast.runtime.compiled import compiled
 
 ONES = 0xFFFFFFFF
 
@@ -121,32 +119,8 @@ def test_uniform_without_bounds_spans_one_over_the_root_of_the_rows() -> None:
     assert abs(float(values.mean(dtype=np.float64))) < 4 * 0.05 / np.sqrt(3 * values.size)
 
 
-def test_normal_has_its_mean_deviation_and_tails() -> None:
-    values = initial_rows(1, table("normal:0.5"), np.arange(20_000)).astype(np.float64) / 0.5
-    assert abs(values.mean()) < 4 / np.sqrt(values.size)
-    assert abs(values.std() - 1) < 4 / np.sqrt(2 * values.size)
-    assert abs(np.mean(np.abs(values) > 2) - 0.0455) < 0.003
-    assert abs(np.corrcoef(values[:, 0], values[:, 1])[0, 1]) < 0.03
-
-
 def test_constant_is_the_constant() -> None:
     assert initial_rows(1, table("constant:-0.25", dim=3), np.arange(2)).tolist() == [[-0.25] * 3] * 2
-
-
-@compiled
-def fill_weights(
-    initializer: Initializer, rows: npt.NDArray[np.int64], records: npt.NDArray[np.float32], dim: int
-) -> None:
-    fill_initial(initializer, rows, records[:, :dim])
-
-
-@pytest.mark.parametrize("init", ["uniform", "normal:0.1"])
-def test_a_compiled_loop_fills_the_weights_of_records(init: Literal["uniform", "normal:0.1"]) -> None:
-    spec, rows = table(init, dim=6), np.array([4, 2, 9])
-    records = np.full((3, 8), 7, np.float32)
-    fill_weights(table_initializer(5, spec), rows, records, 6)
-    np.testing.assert_array_equal(records[:, :6], initial_rows(5, spec, rows))
-    assert np.all(records[:, 6:] == 7)
 
 
 @pytest.mark.parametrize("init", ["uniform", "normal:0.1", "constant:2"])

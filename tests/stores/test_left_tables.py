@@ -8,6 +8,7 @@ from structlog.testing import capture_logs
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
+from rowcast.prefetcher.stores import redis_store
 from rowcast.prefetcher.stores.redis_store import open_rows, remove_left_keys, remove_left_tables
 from rowcast.runtime.run_directory import RunDirectory
 from tests.support import jobs
@@ -60,17 +61,18 @@ def test_keys_of_another_number_of_ranks_are_deleted(tmp_path: Path, before: int
     assert not list(tmp_path.rglob("*.redis"))
 
 
-@needs_redis
-def test_keys_of_a_prefetcher_that_is_still_at_work_stay(tmp_path: Path) -> None:
-    server = shared_server()
-    killed_on_redis(server, tmp_path, 2)
-    notes = sorted(tmp_path.rglob("*.redis"))
+def test_keys_of_a_prefetcher_that_is_still_at_work_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deleted: list[Path] = []
+    monkeypatch.setattr(redis_store, "remove_left_keys", lambda job, folder: deleted.append(folder))
+    for folder in folders(tmp_path, 2):
+        folder.mkdir(parents=True)
+        (folder / f"{group_specs(job_of(tmp_path, 2))[0].name}.redis").touch()
     with RunDirectory(tmp_path / "rank-001", "prefetcher"), capture_logs() as logs:
-        remove_left_tables(job_of(tmp_path, 1, **on(server)))
-    assert sorted(tmp_path.rglob("*.redis")) == [path for path in notes if "rank-001" in str(path)]
+        remove_left_tables(job_of(tmp_path, 1))
+    assert deleted == [tmp_path / "rank-000"]
     assert ["rank-001 is held by a prefetcher" in entry["because"] for entry in logs] == [True]
-    remove_left_tables(job_of(tmp_path, 1, **on(server)))
-    assert not list(tmp_path.rglob("*.redis"))
+    remove_left_tables(job_of(tmp_path, 1))
+    assert deleted == [tmp_path / "rank-000", tmp_path / "rank-000", tmp_path / "rank-001"]
 
 
 @needs_redis

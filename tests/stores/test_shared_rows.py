@@ -10,14 +10,15 @@ import pytest
 
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.pipeline.writeback import Writeback
-from rowcast.prefetcher.stores import elements, stored_rows
+from rowcast.prefetcher.stores import memory_store, records
 from rowcast.prefetcher.stores.memory_store import MemoryStore
 from rowcast.prefetcher.stores.row_loops import gather_for
 from rowcast.prefetcher.stores.store import Keys, finish
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
-from rowcast.protocol.messages import RowsBack, RowSpan
+from rowcast.protocol.messages import RowsBack
 from rowcast.protocol.plan import plan_stamp
+from rowcast.protocol.plan_layout import RowSpan
 from rowcast.protocol.transport.ring import RingReader, RingWriter
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.stages import ThreadPool
@@ -80,7 +81,7 @@ def test_a_write_begins_all_its_parts_while_a_read_holds_its_own(
     tracked = store_in_threads(store)
     keys, rows = all_keys()[:NUM_ROWS], np.ones((NUM_ROWS, GROUP.record_bytes), np.uint8)
     finish(tracked.write(keys, rows))
-    monkeypatch.setattr(stored_rows, "gather_for", lambda out: held.before(gather_for(out)))
+    monkeypatch.setattr(memory_store, "gather_for", lambda out: held.before(gather_for(out)))
     reading = another.submit(read, tracked, keys)
     try:
         for _ in range(NUM_THREADS):
@@ -101,7 +102,7 @@ def test_the_rows_of_a_memory_tier_are_copied_by_all_threads(monkeypatch: pytest
     while store.advance(None):
         pass
     monkeypatch.setattr(store.rows, "_scatter", copies.before(store.rows._scatter))
-    monkeypatch.setattr(stored_rows, "gather_for", lambda out: copies.before(gather_for(out)))
+    monkeypatch.setattr(memory_store, "gather_for", lambda out: copies.before(gather_for(out)))
     finish(tracked.write(keys, rows))
     assert (read(tracked, keys) == 1).all()
     assert copies.count == 2 * NUM_THREADS
@@ -128,7 +129,7 @@ def test_rows_that_come_back_are_checked_by_all_threads(
 ) -> None:
     store, looks = store_in_threads(make()), Meeting()
     writeback = came_back(store, all_keys()[:NUM_ROWS])
-    monkeypatch.setattr(elements, "first_that_carries", looks.before(elements.first_that_carries))
+    monkeypatch.setattr(records, "first_that_carries", looks.before(records.first_that_carries))
     while not writeback.note_home():
         writeback.write_arrived()
         writeback.release_written()

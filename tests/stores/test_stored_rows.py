@@ -16,10 +16,9 @@ from rowcast.job.stores import Redis, Tiered
 from rowcast.job.tables import GroupSpec, make_keys
 from rowcast.prefetcher.checkpoints.restore import restore_rows
 from rowcast.prefetcher.checkpoints.row_files import RowFiles
-from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.memory_store import MemoryStore, StoredRows
 from rowcast.prefetcher.stores.row_loops import stored_bytes
 from rowcast.prefetcher.stores.store import Keys, Records, RowStore, finish
-from rowcast.prefetcher.stores.stored_rows import StoredRows
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.tracked_store import TrackedStore, open_row_store
 from rowcast.runtime.stages import ThreadPool

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
 from rowcast.prefetcher.stores import touched_rows
-from rowcast.prefetcher.stores.cell_loops import (
+from rowcast.prefetcher.stores.number_loops import (
     BUCKET,
     FRONTIER,
     REACH,
@@ -88,31 +88,22 @@ def test_rows_keep_the_numbers_in_which_they_were_first_added(rows_a_table: int)
     assert rows.of(added).tolist() == [expected[key] for key in added.tolist()]
 
 
-@settings(max_examples=30)
-@given(st.integers(1, 2**48), st.data())
-def test_any_rows_are_found_again_with_their_keys(rows_a_table: int, data: st.DataObject) -> None:
-    rows, expected = TouchedRows(group_of(rows_a_table), MOST), dict[int, int]()
-    ids = st.tuples(st.sampled_from(TABLES), st.integers(0, rows_a_table - 1))
-    for batch in data.draw(st.lists(st.sets(ids, max_size=40), max_size=12)):
-        keys = np.array(sorted((table << 48) + row for table, row in batch), np.int64)
-        for key in keys.tolist():
-            expected.setdefault(key, len(expected))
-        assert rows.added(keys).tolist() == [expected[key] for key in keys.tolist()]
-    everything = np.array(sorted(expected), np.int64)
-    assert rows.of(everything).tolist() == [expected[key] for key in everything.tolist()]
-    chosen = data.draw(st.sets(st.sampled_from(everything.tolist()))) if expected else set[int]()
-    bits = bits_of(np.array([expected[key] for key in chosen], np.int64))
-    assert keys_found(rows, bits, block=7).tolist() == sorted(chosen)
-
-
-@settings(max_examples=30)
-@given(st.integers(1, 500), st.data())
-def test_rows_of_an_index_keep_their_numbers_and_are_found_by_ascending_key(
-    rows_a_table: int, data: st.DataObject
-) -> None:
-    group, expected = group_of(rows_a_table), dict[int, int]()
+def as_index(group: GroupSpec) -> NumberedRows:
     rows = numbered(group, group.num_rows)
     assert isinstance(rows, IndexedRows)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("make", "most_rows"), [(lambda group: TouchedRows(group, MOST), 2**48), (as_index, 500)], ids=["touched", "index"]
+)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_any_rows_keep_their_numbers_and_are_found_by_ascending_key(
+    make: Callable[[GroupSpec], NumberedRows], most_rows: int, data: st.DataObject
+) -> None:
+    rows_a_table, expected = data.draw(st.integers(1, most_rows)), dict[int, int]()
+    rows = make(group_of(rows_a_table))
     ids = st.tuples(st.sampled_from(TABLES), st.integers(0, rows_a_table - 1))
     for batch in data.draw(st.lists(st.sets(ids, max_size=40), max_size=12)):
         keys = np.array(sorted((table << 48) + row for table, row in batch), np.int64)
@@ -120,7 +111,9 @@ def test_rows_of_an_index_keep_their_numbers_and_are_found_by_ascending_key(
         for key in keys.tolist():
             expected.setdefault(key, len(expected))
         assert rows.added(keys).tolist() == [expected[key] for key in keys.tolist()]
-    chosen = data.draw(st.sets(st.sampled_from(sorted(expected)))) if expected else set[int]()
+    everything = np.array(sorted(expected), np.int64)
+    assert rows.of(everything).tolist() == [expected[key] for key in everything.tolist()]
+    chosen = data.draw(st.sets(st.sampled_from(everything.tolist()))) if expected else set[int]()
     bits = bits_of(np.array([expected[key] for key in chosen], np.int64))
     assert keys_found(rows, bits, block=7).tolist() == sorted(chosen)
 

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, Moved, Places
-from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.store import NOWHERE, Keys, Moved, Places, Records
 from rowcast.runtime.errors import DataError, RowcastError
 
 

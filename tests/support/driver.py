@@ -25,24 +25,22 @@ from rowcast.job.tables import GroupSpec, TableSpec, group_specs, make_keys, poi
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import OwnShard, dense_content, restore_rows
-from rowcast.prefetcher.checkpoints.snapshot import BarrierCheckpointer
-from rowcast.prefetcher.checkpoints.writer import CheckpointWriter
+from rowcast.prefetcher.checkpoints.writer import BarrierCheckpointer, CheckpointWriter
 from rowcast.prefetcher.pipeline.fetcher import PlannedBarrier
 from rowcast.prefetcher.pipeline.key_exchange import KeyLinks, NoLinks
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import job_planner
-from rowcast.prefetcher.readers.source import Source
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.readers.source import Source, SourceCounters
 from rowcast.prefetcher.stores.memory_store import MemoryStore
+from rowcast.prefetcher.stores.records import first_records
 from rowcast.prefetcher.stores.store import RowStore, finish
 from rowcast.prefetcher.stores.tracked_store import TrackedStore
 from rowcast.protocol.batch import Lookups, Samples, Scheduled, ScheduledBatch, after
-from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.conversation import Conversation, Link
 from rowcast.protocol.messages import PROTOCOL_VERSION, Replica, RingSpec, Saved, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank, batch_specs, belonging
 from rowcast.protocol.plan import PlannedSteps, StepPlan
 from rowcast.protocol.session import Session
-from rowcast.protocol.transport.link import Link
 from rowcast.protocol.transport.ring import RingReader, RingWriter, largest_payload
 from rowcast.protocol.transport.ring_file import in_memory_buffer
 from rowcast.runtime.checkpoint_manifest import Manifest, Position, TrainingData
@@ -83,6 +81,7 @@ class ListSource(Source):
         self._batches, self._chance = deque(batches), chance
         self._evaluated = (start or Position()).eval_batch or 0  # batches of the evaluation in progress
         self._rests: deque[Samples] = deque()
+        self.counters = SourceCounters()
 
     @property
     def ended(self) -> bool:
@@ -280,8 +279,6 @@ class InProcessRun:
                 batches[:MEASURED_BATCHES],
                 rank=rank,
             ),
-            links=NoLinks() if sharing is None else sharing.links,
-            expected=() if past is None or past.newest is None else past.newest.known_ahead(rank.parts),
             stores=stores,
             conversation=conversation,
             rings=(rings.fetch_writer, rings.back_reader),
@@ -290,6 +287,10 @@ class InProcessRun:
             else BarrierCheckpointer(self.groups, stores, self.writer, parse_bytes(job.checkpoint.memory)),
             counters=seen,
         )
+        if sharing is not None:
+            self.prefetcher.planning.keys.links = sharing.links
+        if past is not None and past.newest is not None:
+            self.prefetcher.planning.checksums.expect(past.newest.known_ahead(rank.parts))
         if restore:
             self.prefetcher.barrier.restore(restore)
         self.prefetcher.planning.on_plan = self._planned
@@ -333,7 +334,7 @@ class InProcessRun:
             if sharing is None or not rank.is_divided:
                 runner = StepRunner(*own, clock, kernels)
             else:
-                runner = SharedRunner(*own, sharing.rank, sharing.collectives, self.stop, kernels, clock)
+                runner = SharedRunner(*own, sharing.collectives, self.stop, kernels, clock)
                 runner.balanced = counters.balanced
                 counters.pools(self.groups, rank)
             self.runner = runner
@@ -380,7 +381,7 @@ class InProcessRun:
             if quiet > QUIET_LIMIT:
                 raise StuckError(
                     f"prefetcher waits for {self.prefetcher.waiting_for}, trainer for {self.trainer.loop.waiting_for}; "
-                    f"planned {self.prefetcher.planning.planned_through}, sent {sent}, done {done}"
+                    f"planned {self.prefetcher.planning.due.planned_through}, sent {sent}, done {done}"
                 )
 
     @property

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from rowcast.prefetcher.planner.exchange import OrderedSum, OwnRows, SharedRows
+from rowcast.prefetcher.planner.exchange import ExchangedRows, OrderedSum, OwnRows
 from rowcast.prefetcher.planner.grouping import Grouping
 from rowcast.protocol.parts import Rank, Shards
 from rowcast.runtime.arrays import I32, I64
 
 
-def shared_rows_of(parts: Sequence[Grouping], shards: Shards, rank: Rank) -> SharedRows:
+def shared_rows_of(parts: Sequence[Grouping], shards: Shards, rank: Rank) -> ExchangedRows:
     """`parts`: of the whole batch."""
     k, keys_of_parts = rank.parts_per_rank, [part.keys for part in parts]
     wanted = [distinct(keys_of_parts[first : first + k]) for first in range(0, rank.parts, k)]  # by each rank
@@ -25,7 +25,7 @@ def shared_rows_of(parts: Sequence[Grouping], shards: Shards, rank: Rank) -> Sha
     order = np.argsort(np.where(owners == rank.number, -1, owners), kind="stable")
     place = np.empty(len(order), np.int32)
     place[order] = np.arange(len(order), dtype=np.int32)
-    return SharedRows(
+    return ExchangedRows(
         own=OwnRows(
             parts=tuple(parts[own] for own in rank.own_parts),
             others=(),

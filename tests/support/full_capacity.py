@@ -12,7 +12,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, RecordPart, group_specs, make_keys
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.trainer.kernels import DTYPES, Kernels, part_of, torch_ops
-from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
+from rowcast.trainer.kernels.choose import group_lookup, lookup_arrays
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.job_model import JobModel

@@ -4,7 +4,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rowcast.protocol.transport.link import Payload, parts_of, silent
+from rowcast.protocol.transport.ring import Payload
+from rowcast.protocol.transport.zmq_ends import parts_of
+from rowcast.protocol.transport.zmq_link import silent
 from rowcast.runtime.errors import LocalProtocolError
 
 

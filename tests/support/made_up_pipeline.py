@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from rowcast.analysis.estimate.pipeline import Planned, PlannedPiece, Wiring
+from rowcast.analysis.estimate.pipeline import PlannedPiece, PlannedStep, Wiring
 
 STEPS, DEPTH, HORIZON = 200, 4, 8
 MIB = 2**20
@@ -30,9 +30,9 @@ WIRING = Wiring(depth=DEPTH, num_decoders=1, decoded_ahead=8, measured=4, ring_b
 PIECE = PlannedPiece(ring_bytes=MIB, row_bytes=MIB // 2, back_bytes=MIB // 2)
 
 
-def plan(**changes: object) -> list[Planned]:
+def plan(**changes: object) -> list[PlannedStep]:
     steps = [
-        Planned(
+        PlannedStep(
             step=step,
             known_through=min(step + HORIZON, STEPS - 1),
             after_step=None,

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from rowcast.analysis.timeline.timeline import Recording
+from rowcast.analysis.timeline import Recording
 from rowcast.runtime.telemetry.metrics import BOTH, Process
-from rowcast.runtime.telemetry.timeline import Event, SpanKind, timeline_path
+from rowcast.runtime.telemetry.timeline import SpanKind, TraceEvent, timeline_path
 
 THREADS = {
     name: 101 + number
@@ -17,24 +17,26 @@ THREADS = {
 
 def span(
     kind: SpanKind, track: str, name: str, began_ms: float, ended_ms: float, step: int | None = None, pid: int = 1
-) -> Event:
+) -> TraceEvent:
     at, took, args = 1000 * began_ms, 1000 * (ended_ms - began_ms), {} if step is None else {"step": step}
     if kind == "step":
-        return Event(ph="b", cat="step", name=name, pid=pid, ts=at, dur=took, id2={"local": f"0x{step:x}"}, args=args)
+        return TraceEvent(
+            ph="b", cat="step", name=name, pid=pid, ts=at, dur=took, id2={"local": f"0x{step:x}"}, args=args
+        )
     name = f"wait: {name}" if kind == "wait" else name
-    return Event(ph="X", cat=kind, name=name, pid=pid, tid=THREADS[track], ts=at, dur=took, args=args)
+    return TraceEvent(ph="X", cat=kind, name=name, pid=pid, tid=THREADS[track], ts=at, dur=took, args=args)
 
 
-def incarnation(number: int, at_ms: float = 0.0, pid: int = 1) -> Event:
+def incarnation(number: int, at_ms: float = 0.0, pid: int = 1) -> TraceEvent:
     args = {"incarnation": number}
-    return Event(ph="i", s="p", name=f"incarnation {number}", pid=pid, ts=1000 * at_ms, args=args)
+    return TraceEvent(ph="i", s="p", name=f"incarnation {number}", pid=pid, ts=1000 * at_ms, args=args)
 
 
-def later(spans: Sequence[Event], ms: float) -> list[Event]:
+def later(spans: Sequence[TraceEvent], ms: float) -> list[TraceEvent]:
     return [msgspec.structs.replace(own, ts=(own.ts or 0.0) + 1000 * ms) for own in spans]
 
 
-def recording(spans: Sequence[Event]) -> Recording:
+def recording(spans: Sequence[TraceEvent]) -> Recording:
     """Of one attempt, its spans in the order of their ends."""
     ordered = sorted(spans, key=lambda own: (own.ts or 0.0) + (own.dur or 0.0))
     return Recording([incarnation(1), *ordered], {tid: name for name, tid in THREADS.items()}, ("a", 0.0, 0.0))
@@ -43,7 +45,7 @@ def recording(spans: Sequence[Event]) -> Recording:
 def leave(
     run_dir: Path,
     process: Process,
-    spans: Sequence[Event],
+    spans: Sequence[TraceEvent],
     *,
     boot_id: str = "a",
     numbers: Sequence[int] = (5,),
@@ -57,15 +59,15 @@ def leave(
         msgspec.structs.replace(own, ph="e", ts=(own.ts or 0) + (own.dur or 0), dur=None) for own in spans if own.id2
     ]
     events = [
-        Event(ph="M", name="process_name", pid=pid, args={"name": f"{process} {rank} (process 42)", **clock}),
+        TraceEvent(ph="M", name="process_name", pid=pid, args={"name": f"{process} {rank} (process 42)", **clock}),
         *(
-            Event(ph="M", name=name, pid=pid, tid=tid, args={key: value})
+            TraceEvent(ph="M", name=name, pid=pid, tid=tid, args={key: value})
             for track, tid in THREADS.items()
             if any(own.tid == tid for own in spans)
             for name, key, value in (("thread_name", "name", track), ("thread_sort_index", "sort_index", tid))
         ),
         *(msgspec.structs.replace(own, pid=pid) for own in (*spans, *ends)),
         *(incarnation(number, clock_ms, pid) for number in numbers),
-        Event(ph="C", name=f"{process} ring", pid=pid, ts=3000, args={"bytes": 4096}),
+        TraceEvent(ph="C", name=f"{process} ring", pid=pid, ts=3000, args={"bytes": 4096}),
     ]
     timeline_path(run_dir, process).write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, events)))

@@ -26,7 +26,8 @@ class Notes:
 
 
 class Everything(nn.Module):
-    """AdamW with two groups and RMSprop step in turn and share a bias; every fourth step is left out."""
+    """AdamW with two groups and RMSprop step in turn and share a bias; every fourth step is left out. Evaluations draw
+    random numbers too."""
 
     eval_names = ("score", "clicks", "never")
 
@@ -35,7 +36,7 @@ class Everything(nn.Module):
         self.body, self.head = nn.Linear(width, 8), nn.Linear(8, 1)
 
     def forward(self, dense: Tensor, embeddings: list[Tensor]) -> Tensor:
-        hidden = nn.functional.dropout(self.body(torch.cat([dense, *embeddings], 1)).relu(), 0.2, self.training)
+        hidden = nn.functional.dropout(self.body(torch.cat([dense, *embeddings], 1)).relu(), 0.2, training=True)
         logits: Tensor = self.head(hidden)
         return logits.squeeze(1)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from rowcast.prefetcher.planner.directory import EMPTY, LOW, Directory, Records, locate
-from rowcast.prefetcher.planner.group_planner import GroupPlanner, Part
+from rowcast.prefetcher.planner.group_planner import GroupPart, GroupPlanner
 from rowcast.prefetcher.planner.horizon import DIRTY, FLAG_BITS, NONE, Occurrences
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.runtime.arrays import I32, I64
@@ -56,7 +56,7 @@ def check_directory(directory: Directory, rows: Records) -> None:
         assert found == cell, f"key {key} leads to cell {found}, but is in cell {cell}"
 
 
-def check_keys(part: Part, least: int, above: int) -> None:
+def check_keys(part: GroupPart, least: int, above: int) -> None:
     cells, rows = part.directory.cells, part.occurrences.rows
     keys = rows["key"][(cells[cells != EMPTY] & LOW).astype(np.int64) % len(rows)]
     num_others = np.count_nonzero((keys < least) | (keys >= above))

@@ -8,7 +8,7 @@ import numpy as np
 from rowcast.job.schema import EVICTION_POLICIES
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import BarrierPlan, GroupPlan, PlannedSteps, RowMove, StepPlan
-from rowcast.trainer.kernels.lookups import lookup_arrays
+from rowcast.trainer.kernels.choose import lookup_arrays
 from tests.support.planner_runs import Entry, Run, distinct_keys, i32, i64, lookups_of, plan_bags
 
 

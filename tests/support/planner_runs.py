@@ -15,7 +15,7 @@ from rowcast.prefetcher.planner.planner import AutoHorizon, RowPlanner
 from rowcast.protocol.batch import Batch, Kind, ScheduledBatch
 from rowcast.protocol.parts import UNDIVIDED, Rank
 from rowcast.protocol.plan import BarrierPlan, PlannedSteps
-from rowcast.trainer.kernels.lookups import arranged
+from rowcast.trainer.kernels.choose import arranged
 from tests.support.planner_integrity import check_planner
 
 Entry = PlannedSteps | BarrierPlan

@@ -20,7 +20,7 @@ from rowcast.job.tables import group_specs, points_in
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints, carry_out
 from rowcast.prefetcher.checkpoints.restore import OwnShard
-from rowcast.prefetcher.run.tables import Tables
+from rowcast.prefetcher.run.starting_point import Tables
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.messages import StopRequest
 from rowcast.runtime.checkpoint_manifest import Manifest
@@ -79,7 +79,7 @@ class Restarts:
             run = RankedRun(self.job, self.batches, settings, ranks=ranks, parts=self.parts, pasts=pasts)
             if num_steps is not None:
                 for pair in run.pairs:
-                    pair.prefetcher.planning.stop(StopRequest(reason="enough", after_step=num_steps - 1))
+                    pair.prefetcher.planning.due.stop(StopRequest(reason="enough", after_step=num_steps - 1))
             if advances is not None:
                 run.advance(advances)
                 return run

@@ -5,12 +5,9 @@ from msgspec.structs import replace
 from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     Answer,
-    ArraySpan,
-    ArraySpec,
     Ask,
     EndOfData,
     Flush,
-    GroupHeader,
     Heartbeat,
     Hello,
     Ids,
@@ -23,15 +20,14 @@ from rowcast.protocol.messages import (
     RingSpec,
     RowCopies,
     RowsBack,
-    RowSpan,
     Save,
     Saved,
-    StepHeader,
     TierTotals,
     Wait,
     Welcome,
 )
 from rowcast.protocol.parts import InputSpec
+from rowcast.protocol.plan_layout import ArraySpan, ArraySpec, GroupHeader, RowSpan, StepHeader
 from rowcast.runtime.machine import Machine
 
 DIGEST = "d" * 32

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rowcast.trainer.device.row_moves import Move, gather, scatter
-from rowcast.trainer.device.streams import Closure, Event, Stream, Streams, Wait, Work, copy
+from rowcast.trainer.device.streams import Closure, Event, Move, Stream, Streams, Wait, Work, copy, gather, scatter
 
 
 class SeededEvent:

@@ -12,19 +12,11 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.stores.store import StoreCounts
-from rowcast.protocol.messages import (
-    ArraySpan,
-    Flush,
-    PlanReady,
-    RingRef,
-    RowsBack,
-    RowSpan,
-    StepHeader,
-    TierTotals,
-)
+from rowcast.protocol.messages import Flush, PlanReady, RingRef, RowsBack, TierTotals
 from rowcast.protocol.plan import GroupPlan, PlannedSteps, StepPlan, group_headers
+from rowcast.protocol.plan_layout import ArraySpan, RowSpan, StepHeader
 from rowcast.runtime.telemetry.metrics import Health, build_info, versions
-from rowcast.trainer.kernels.lookups import lookup_arrays
+from rowcast.trainer.kernels.choose import lookup_arrays
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.step.engine import TrainerCollector, TrainerGauges
 from rowcast.trainer.step.metrics import TrainerCounters
@@ -137,6 +129,7 @@ def prefetcher_gauges() -> PrefetcherGauges:
         ring_size_bytes=2**20,
         depth_plans=4,
         checkpoint_every_steps=100,
+        checkpoint_every_seconds=60.0,
         in_flight_plans=3,
         horizon_batches=64,
         known_batches=61,
@@ -144,6 +137,8 @@ def prefetcher_gauges() -> PrefetcherGauges:
         write_back_lag_plans=2,
         shared_memory_size_bytes=2**30,
         shared_memory_free_bytes=2**29,
+        data_waiting_files=2,
+        data_delay_seconds=1.5,
         stores=[store_counts(), None],
     )
 

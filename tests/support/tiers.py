@@ -6,13 +6,12 @@ import threading
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.cold.cold_rows import ColdRows
-from rowcast.prefetcher.stores.store import Keys, ReadTicket, Records, RowStore, Ticket
+from rowcast.prefetcher.stores.store import ColdRows, Keys, ReadTicket, Records, RowStore, Ticket
 from rowcast.prefetcher.stores.tier_loops import CLEAN, FIRST_SLOT, FREE, LOADING, SPILLING
 from rowcast.prefetcher.stores.tiered_store import TieredStore
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.plan import GroupPlan
-from rowcast.trainer.kernels.lookups import lookup_arrays
+from rowcast.trainer.kernels.choose import lookup_arrays
 from tests.support.cold_dict import ColdDict
 
 NO_KEYS = np.empty(0, np.int64)

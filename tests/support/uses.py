@@ -21,13 +21,13 @@ STARTERS = {
     *(multiprocessing.get_context, multiprocessing.Process, os.fork),
 }
 EXTERNAL = {  # Prometheus, sandboxes, other languages' validators, a browser, a notebook's kernel, Triton's compiler
-    "tests.deploy.prometheus.promtool",
-    "tests.deploy.schemas.compose_fault",
-    "tests.deploy.schemas.kubernetes_verdicts",
+    "tests.deploy.test_monitoring.promtool",
+    "tests.deploy.manifests.compose_fault",
+    "tests.deploy.manifests.kubernetes_verdicts",
     "tests.system.test_run_report.browser",
     "tests.test_tutorial.executed",
     "tests.kernels.test_triton_compiled.compiled",
-    "tests.kernels.test_triton_launches.launches",
+    "tests.kernels.test_triton_compiled.launches",
     "tests.kernels.test_triton_fallback.variants",
     "tests.system.test_dense_settings.test_a_compiled_model_has_the_bits_of_the_plain_loop_with_a_compiled_model",
 }

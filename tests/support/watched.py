@@ -9,8 +9,7 @@ from typing import cast
 import pytest
 
 from rowcast.job.schema import Transport
-from rowcast.protocol.conversation import Conversation
-from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress
+from rowcast.protocol.conversation import Conversation, PeerWatch, ProcessProgress
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.errors import RowcastError

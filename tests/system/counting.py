@@ -14,8 +14,8 @@ from rowcast.prefetcher.stores.store import Finished, Keys, Records
 from rowcast.protocol.messages import RingRef
 from rowcast.protocol.transport.ring import RingSlice, RingWriter
 from rowcast.runtime.arrays import I64
-from rowcast.trainer.device import cuda, row_moves, streams
-from rowcast.trainer.device.row_moves import Move
+from rowcast.trainer.device import cuda, streams
+from rowcast.trainer.device.streams import Move
 from tests.support import driver, seeded_streams
 
 
@@ -99,14 +99,16 @@ def count_traffic(monkeypatch: pytest.MonkeyPatch) -> Traffic:
             traffic.rings[1].waiting.append(Written(out.data_ptr(), out.nbytes, []))
         out.copy_(source)
 
+    gather_rows, scatter_rows = streams.gather, streams.scatter
+
     def gather(moves: Sequence[Move]) -> None:
         traffic.gathered += [(own.rows.data_ptr(), own.slots.tolist()) for own in moves]
         traffic.gathered_bytes += sum(own.beside.nbytes for own in moves)
-        row_moves.gather(moves)
+        gather_rows(moves)
 
     def scatter(moves: Sequence[Move]) -> None:
         traffic.scattered += [(own.rows.data_ptr(), own.slots.tolist()) for own in moves]
-        row_moves.scatter(moves)
+        scatter_rows(moves)
 
     monkeypatch.setattr(CountingStore, "traffic", traffic, raising=False)
     monkeypatch.setattr(driver, "MemoryStore", CountingStore)

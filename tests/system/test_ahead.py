@@ -79,7 +79,7 @@ def test_with_the_trainer_held_before_a_step_exactly_the_next_depth_steps_arrive
     assert run.prefetcher.fetcher.done_through == (held_before - 1 if held_before else None)
     assert arrivals.steps == list(range(held_before + depth + 1))
     assert run.prefetcher.fetcher.sent_through == held_before + depth
-    assert run.prefetcher.planning.planned_through == held_before - 1 + 2 * depth + 2
+    assert run.prefetcher.planning.due.planned_through == held_before - 1 + 2 * depth + 2
     arrivals.held_before = None
     run.run()
     assert arrivals.steps == list(range(NUM_STEPS))
@@ -161,7 +161,7 @@ def test_nothing_after_a_barrier_is_read_or_sent_before_the_barrier_is_done(
     prefetcher = run.prefetcher
     fetcher, planning, planner = prefetcher.fetcher, prefetcher.planning, prefetcher.planner
     last = 5 + seed
-    run.advance_until(lambda: planning.planned_through == last)
+    run.advance_until(lambda: planning.due.planned_through == last)
     prefetcher.stop("a barrier in the middle")
     assert planning.plan_next()
     planner.end()

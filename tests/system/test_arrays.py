@@ -15,10 +15,11 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
-from rowcast.protocol.codec import decode
-from rowcast.protocol.messages import PlanReady, StepHeader
+from rowcast.protocol.messages import PlanReady
 from rowcast.protocol.parts import UNDIVIDED, Rank, arrays_of_samples, batch_specs, belonging, samples_of
 from rowcast.protocol.plan import step_block, step_header
+from rowcast.protocol.plan_layout import StepHeader
+from rowcast.protocol.session import decode
 from rowcast.runtime.arrays import Bytes
 from rowcast.runtime.errors import ConfigError, DataError, RemoteProtocolError
 from rowcast.trainer.models.job_model import JobModel

@@ -121,7 +121,9 @@ OF_NOTHING = Belonging(arrays={}, positions={name: f for f, name in enumerate(FE
 
 
 def checksums(rank: Rank, expected: Iterable[BatchChecksum] = ()) -> BatchChecksums:
-    return BatchChecksums(rank, OF_NOTHING, expected)
+    checksums = BatchChecksums(rank, OF_NOTHING)
+    checksums.expect(expected)
+    return checksums
 
 
 def add_ids(to: BatchChecksums, batch: ScheduledBatch, rank: Rank) -> None:

@@ -20,9 +20,8 @@ from rowcast.job.tables import group_specs, groups_at, make_keys, points_in, who
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.import_checkpoint import import_run
-from rowcast.prefetcher.checkpoints.pieces import saved_rows
-from rowcast.prefetcher.checkpoints.restore import OwnShard
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.checkpoints.restore import OwnShard, saved_rows
+from rowcast.prefetcher.stores.records import first_records
 from rowcast.prefetcher.stores.store import finish
 from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError

@@ -60,5 +60,5 @@ def test_a_launcher_starts_its_processes_before_it_imports_what_only_they_need()
 
 
 def test_a_trainer_imports_what_shows_its_results_after_its_last_step() -> None:
-    shown = " ".join(f"rowcast.trainer.report.{name}" for name in ("charts", "page", "summary"))
+    shown = " ".join(f"rowcast.trainer.report.{name}" for name in ("charts", "page"))
     assert loaded("rowcast.trainer.run.attempt", f"torch matplotlib pyarrow pandas jinja2 {shown}") == {"torch"}

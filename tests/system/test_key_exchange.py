@@ -38,7 +38,8 @@ class OneRank:
         self.planner = RowPlanner(GROUPS, [SLOTS], 2, horizon, rank=rank)
         self.links, self.rank = links, rank
         self.source = RankSource(ListSource(BATCHES), rank, belonging(JOB))
-        self.keys = KeyExchange(self.planner, links, 0)
+        self.keys = KeyExchange(self.planner, 0)
+        self.keys.links = links
 
     def add(self) -> None:
         ids = self.source.poll_ids()
@@ -134,10 +135,10 @@ def test_a_rank_that_has_made_its_last_plan_reads_on_for_the_others() -> None:
 
         def grow(far: Any = far, near: Any = near) -> None:
             nonlocal num_needed
-            num_needed += far.planning.planned_through < near.planning.planned_through
+            num_needed += far.planning.due.planned_through < near.planning.due.planned_through
             far.planner.known.num_batches += 40
 
-        run.when(partial(lambda planning: planning._barrier_sent, near.planning), grow)
+        run.when(partial(lambda planning: planning.due.last_is_sent, near.planning), grow)
         run.run()
         assert len(run.losses()) < 80
     assert num_needed
@@ -198,7 +199,7 @@ def test_a_fault_that_one_rank_finds_ends_all_at_its_step(step: int, where: Wher
     run.pairs[1].prefetcher.planning._source._source = FaultyForOne(step, where)
     run_to_the_fault(run)
     for pair in run.pairs:
-        assert pair.prefetcher.planning.planned_through == (step - 1 if step else None)
+        assert pair.prefetcher.planning.due.planned_through == (step - 1 if step else None)
         assert len(pair.results.losses) == step
 
 
@@ -269,7 +270,7 @@ WRONG: dict[str, Any] = {
     "an end before the lists' end": msgspec.structs.replace(NEXT, steps=(GOOD,), end=End(0, 0, "")),
     "another kind": "text",
     "a number below 0": [-1, 0, [], 0, [], None],
-    "too many fields": [2, 0, [], 0, [], None, 1],
+    "too many fields": [2, 0, [], 0, [], None, 0, 1],
     "a sentence for a terminal to obey": [2, 0, [], 0, [], [0, 4, "\x1b[2J"]],
 }
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES, measure, slots_of
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, measure, slots_of
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.prefetcher.run.sizing import job_levels, sizes, tier_rows

@@ -12,11 +12,11 @@ from safetensors.torch import load
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.checkpoints.commands import verify
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.restore import dense_content
 from rowcast.prefetcher.checkpoints.row_files import merged
-from rowcast.prefetcher.stores.elements import FiniteRows
+from rowcast.prefetcher.run.commands import verify
+from rowcast.prefetcher.stores.records import FiniteRows
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.disk import Disk

@@ -6,7 +6,7 @@ import torch
 
 from examples.plain_loop import PlainTable, run_plain_loop
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.capacity import divide_capacity, measure
+from rowcast.prefetcher.planner.first_batches import divide_capacity, measure
 from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.trainer.models.evaluate import RANK_BINS, ranking_figures
 from rowcast.trainer.models.job_model import JobModel

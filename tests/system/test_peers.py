@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rowcast.protocol.peer_watch import GONE_GRACE_S, PAUSE_S
+from rowcast.protocol.conversation import GONE_GRACE_S, PAUSE_S
 from rowcast.runtime import run_directory
 from rowcast.runtime.errors import ConfigError, PeerLost, PeerNeverCame, peer_failure
 from rowcast.runtime.run_directory import Role, RunDirectory, failure_path, failure_since, write_note

@@ -9,7 +9,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.embedding_tables import Placement
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.prefetcher.planner.placement import counted
+from rowcast.prefetcher.planner.first_batches import counted
 from rowcast.protocol.batch import ScheduledBatch
 from tests.support.batches import NUM_DENSE, PLACED, Bags, batches_of_sizes, placed, slots_for, small_batches, small_job
 from tests.support.comparisons import assert_equal_bits

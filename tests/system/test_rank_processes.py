@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from rowcast.prefetcher.checkpoints.commands import verify
+from rowcast.prefetcher.run.commands import verify
 from rowcast.trainer.report.report_json import read_report
 from tests.support.comparisons import assert_trained_as_the_plain_loop
 from tests.support.jobs import table

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rowcast.analysis.simulate.ranks import simulate_ranks
-from rowcast.analysis.timeline.timeline import read_pairs
+from rowcast.analysis.timeline import read_pairs
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader, schedule

@@ -183,7 +183,7 @@ def run_in_three(seed: int, without: RankWait | None = None) -> int:
     slots = slots_for(group_specs(job), batches, ("one batch", "two batches")[seed % 2])
     run = RankedRun(job, batches, Settings(slots=slots, seed=seed, without=without), ranks=3, parts=6)
     for pair in run.pairs:
-        pair.prefetcher.planning.stop(StopRequest(reason="within the evaluation", after_step=5))
+        pair.prefetcher.planning.due.stop(StopRequest(reason="within the evaluation", after_step=5))
     assert_same(run.run(), expected)
     for pair in run.pairs[1:]:
         assert pair.saved == run.pairs[0].saved, "ranks would save other states"

@@ -101,7 +101,7 @@ def test_a_stop_is_made_wherever_it_comes(side: str, begun: int | None, last: in
 
 def stop_all_at_once(run: RankedRun) -> None:
     for pair in run.pairs:
-        pair.prefetcher.planning.stop(StopRequest(reason="at once"))
+        pair.prefetcher.planning.due.stop(StopRequest(reason="at once"))
 
 
 def test_a_request_without_an_agreement_is_seen() -> None:
@@ -133,7 +133,8 @@ def test_a_last_step_that_is_planned_already_is_refused() -> None:
     run = new_run(seed=2)
     planning = run.pairs[0].prefetcher.planning
     run.when(
-        lambda: (planning.planned_through or 0) > 3, lambda: planning.stop(StopRequest(reason="late", after_step=2))
+        lambda: (planning.due.planned_through or 0) > 3,
+        lambda: planning.due.stop(StopRequest(reason="late", after_step=2)),
     )
     with pytest.raises(RemoteProtocolError, match="the last step is to be 2, but step"):
         run.run()

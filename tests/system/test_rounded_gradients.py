@@ -18,8 +18,8 @@ from rowcast.job.tables import group_specs
 from rowcast.prefetcher.planner.exchange import ordered_sum
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.trainer.kernels import GroupLookup, torch_ops
-from rowcast.trainer.kernels.gradients import with_gradients
-from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays
+from rowcast.trainer.kernels.choose import group_lookup, lookup_arrays
+from rowcast.trainer.kernels.torch_ops import with_gradients
 from rowcast.trainer.models.row_exchange import add_levels
 from tests.support.batches import NUM_DENSE, Bags, slots_for, small_batches, small_job
 from tests.support.comparisons import Plain, assert_equal_bits, differing

@@ -22,7 +22,7 @@ def test_a_checkpoint_of_one_label_holds_what_it_always_held() -> None:
     job = small_job("sgd")
     batches = small_batches(job, "single", num_steps=2, eval_at=(2, 3))
     run = InProcessRun(job, batches, Settings(slots=slots_for(group_specs(job), batches, "more")))
-    run.prefetcher.planning.stop(StopRequest(reason="within the evaluation", after_step=2))
+    run.prefetcher.planning.due.stop(StopRequest(reason="within the evaluation", after_step=2))
     run.run()
     names = [name for name in unpack(run.saved[-1]) if name.startswith("metrics.")]
     assert sorted(names) == [f"metrics.{name}" for name in ("histogram", "loss_sum", "num_correct", "num_samples")]

@@ -47,6 +47,14 @@ class SilentSource(ListSource):
         return None
 
 
+class WaitingSource(SilentSource):
+    """Batches of files that have not arrived (data.follow)."""
+
+    def poll_ids(self) -> Scheduled[Lookups] | None:
+        self.counters.awaits_file = True
+        return None
+
+
 class Never:
     def done(self) -> bool:
         return False
@@ -131,6 +139,7 @@ class BusyCheckpointer(MemoryCheckpointer):
 Patch = tuple[str, type]  # of the driver
 # reason: the stage that waits, what is held, how the run is made, what stands in
 PREFETCHER: dict[str, tuple[str, tuple[str, ...], dict[str, Any], tuple[Patch, ...]]] = {
+    "data": ("planning", (), {}, (("ListSource", WaitingSource),)),
     "batches": ("planning", (), {}, (("ListSource", SilentSource),)),
     "plans": ("fetcher", ("prefetcher planning",), {}, ()),
     "credit": ("fetcher", ("trainer loop",), {"capacity": "everything"}, ()),
@@ -153,6 +162,18 @@ def test_what_the_prefetcher_waits_for_is_counted_under_its_reason(
     settle(run, *held)
     assert reason != "write_back" or any(after is not None for after in run.after_plans)
     assert_prefetcher_stalls(run, stage, reason)
+
+
+@pytest.mark.parametrize("source", [SilentSource, WaitingSource])
+def test_to_wait_for_a_file_is_progress_and_for_a_reader_is_none(
+    source: type[ListSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "ListSource", source)
+    run = in_process_run()
+    settle(run)
+    first, second = (run.prefetcher.progress(0) for _ in range(2))
+    assert (first.work < second.work) == (source is WaitingSource)
+    assert (first.waiting_for == "files that arrive") == (source is WaitingSource)
 
 
 def test_rows_that_find_no_room_beside_those_of_a_checkpoint_are_counted_under_checkpoint(tmp_path: Path) -> None:

@@ -181,4 +181,4 @@ def test_a_batch_that_does_not_fit_is_refused_before_anything_changes(depth: int
     assert (planner.occupancy, planner.counters) == before
     check_planner(planner)
     assert len(run.plans) == at
-    assert run.prefetcher.planning.planned_through == (at - 1 if at else None)
+    assert run.prefetcher.planning.due.planned_through == (at - 1 if at else None)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rowcast.analysis.estimate.pipeline import Planned
+from rowcast.analysis.estimate.pipeline import PlannedStep
 from rowcast.analysis.estimate.planned import plan_job
-from rowcast.analysis.timeline.timeline import Pair, StepLife, began, ended, lives, overlap, read_pair
+from rowcast.analysis.timeline import Pair, StepLife, began, ended, lives, overlap, read_pair
 from rowcast.command_line.prefetcher import app
 from rowcast.job.file import load_job
 from rowcast.runtime.telemetry.timeline import MAIN
-from rowcast.runtime.telemetry.timeline import Event as Span
+from rowcast.runtime.telemetry.timeline import TraceEvent as Span
 from rowcast.trainer.report.report_json import Report, read_report
 from tests.support.processes import Session
 from tests.support.timeline_format import Event, check_events
@@ -48,7 +48,7 @@ class RecordedRun:
     steps: list[StepLife]
     events: list[Event]
     said: str  # by `rowcast timeline`
-    planned: list[Planned]  # by `rowcast estimate`
+    planned: list[PlannedStep]  # by `rowcast estimate`
     estimated: str  # it said
     report: Report
 

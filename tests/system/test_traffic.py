@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, make_keys
-from rowcast.prefetcher.planner.capacity import MEASURED_BATCHES
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES
 from rowcast.prefetcher.planner.planner import job_planner
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.protocol.plan import (

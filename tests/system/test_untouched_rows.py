@@ -13,7 +13,7 @@ from examples.plain_loop import run_plain_loop
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, make_keys
 from rowcast.prefetcher.stores import touched_rows
-from rowcast.prefetcher.stores.first_records import first_records
+from rowcast.prefetcher.stores.records import first_records
 from rowcast.prefetcher.stores.store import finish
 from rowcast.prefetcher.stores.touched_rows import TouchedRows
 from rowcast.protocol.batch import Batch, ScheduledBatch

@@ -22,7 +22,7 @@ from rowcast.protocol.messages import Bye, Flush, Hello, PlanDone, PlanReady, Re
 from rowcast.protocol.plan import GroupPlan
 from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.disk import Disk
-from rowcast.runtime.stages import Stage, Wakes
+from rowcast.runtime.stages import IDLE_WAIT_S, Stage, Wakes
 from tests.support import driver, repeats
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, ListSource, Past, Settings
@@ -63,13 +63,14 @@ class WokenOnly:
             **{("prefetcher", name): stage for name, stage in run.prefetcher.stages.items()},
             **{("trainer", names[name]): stage for name, stage in run.trainer.stages.items()},
         }
-        self._polls = {("prefetcher", name): polls for name, polls in run.prefetcher.polls.items()}
+        self._looks_s = {("prefetcher", name): look_s for name, look_s in run.prefetcher.looks_s.items()}
         if run.writer is not None:
             self._stages["prefetcher", "checkpoint"] = run.writer.advance
             run.writer.on_offer = lambda: self._wake("prefetcher", "checkpoint")
         for process, engine in (("prefetcher", run.prefetcher), ("trainer", run.trainer)):
             engine.conversation.on_message = partial(self._after, process)
         run.prefetcher.wake_after = partial(self._after, "prefetcher")
+        run.trainer.sender.on_queued = partial(self._after, "trainer", "to send")
         self._awake |= self._stages.keys()  # a thread begins with a look
 
     def _wake(self, process: str, name: str) -> None:
@@ -87,7 +88,7 @@ class WokenOnly:
 
     def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            polling = {thread for thread, polls in self._polls.items() if polls()}
+            polling = {thread for thread, look_s in self._looks_s.items() if look_s() < IDLE_WAIT_S}
             able = sorted(self._stages.keys() & (self._awake | polling))
             if not able:
                 raise AllAsleep(
@@ -173,7 +174,7 @@ NEEDED: list[tuple[str, object, str]] = [
     ("trainer", PlanReady, "main"),
     ("trainer", Flush, "main"),
     ("trainer", Released, "sender"),
-    ("trainer", "main", "sender"),
+    ("trainer", "to send", "sender"),
     ("trainer", "sender", "main"),
 ]
 
@@ -238,5 +239,9 @@ def test_every_thread_that_is_woken_exists() -> None:
     prefetcher = {"mail", "planning", "staging", "fetcher", "write-back", "checkpoint", "main"}
     for table, threads in ((TABLES["prefetcher"], prefetcher), (TABLES["trainer"], {"mail", "sender", "main"})):
         assert {name for names in table.values() for name in names} <= threads
-        assert {cause for cause in table if isinstance(cause, str)} <= threads | {"plan made", "no rows return"}
+        assert {cause for cause in table if isinstance(cause, str)} <= threads | {
+            "plan made",
+            "no rows return",
+            "to send",
+        }
     assert TABLES["prefetcher"][Hello][-1:] == TABLES["prefetcher"][Bye] == ("main",)

@@ -130,6 +130,7 @@ VALUES: dict[Process, list[tuple[str, dict[str, str], float]]] = {  # metric wit
         ("checkpoint_seconds_total", {}, 3),
         ("checkpoint_bytes_total", {}, 1500),
         ("checkpoint_every_steps", {}, 100),
+        ("checkpoint_every_seconds", {}, 60),
         ("tier_rows", FIRST | {"tier": "cold"}, COUNTS.cold_rows),
         ("tier_reads_total", FIRST | {"tier": "untouched"}, COUNTS.untouched_reads),
         ("tier_moved_rows_total", FIRST | {"from": "cold", "to": "memory"}, COUNTS.loaded),

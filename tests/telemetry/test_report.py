@@ -1,3 +1,5 @@
+"""What a run reports at its end: `report.json`, the summary, and a hint for a figure that nobody wants."""
+
 import json
 import re
 from pathlib import Path
@@ -5,25 +7,19 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from rowcast.protocol.messages import RowCopies, TierTotals
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent_number
-from rowcast.trainer.models.evaluate import Evaluation
-from rowcast.trainer.report.report_json import (
-    ADDED,
-    Report,
-    make_report,
-    read_report,
-    report_of_all,
-    write_report,
-)
-from rowcast.trainer.report.summary import print_summary
+from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
+from rowcast.trainer.report.page import hints, print_summary, summary_rows
+from rowcast.trainer.report.report_json import ADDED, Report, make_report, read_report, report_of_all, write_report
 from rowcast.trainer.step.metrics import new_counters
 from tests.support import three_steps
 from tests.support.sample_messages import row_copies, tier_totals
-from tests.support.three_steps import facts
+from tests.support.three_steps import facts, run_of_three_steps
 
 
 def report(run: dict[str, Any] | None = None) -> Report:
@@ -213,3 +209,36 @@ def test_units_are_human() -> None:
     shares = {0.0: "0.0", 1.0: "100.0", 0.00012: "0.01", 0.99996: "99.996", 3.127: "312.7"}
     assert {share: percent_number(share) for share in shares} == shares, "told from nothing and everything"
     assert [human_seconds(s) for s in (0.04, 59.94, 72, 3725)] == ["0.0 s", "59.9 s", "1 min 12 s", "1 h 02 min"]
+
+
+GOOD: dict[str, Any] = {"auc": 0.8, "logloss": 0.5, "accuracy": 0.7, "normalized_entropy": 0.9, "first_loss": 0.7}
+EQUAL, WORSE, FIRST = "all labels of the evaluation are equal", "normalized entropy is above 1", "the first loss was"
+BUY = TaskEvaluation(label="buy", num_labels=9, auc=0.8, logloss=0.5, normalized_entropy=0.9)
+
+
+def tasks(**changed: Any) -> dict[str, Any]:
+    return {"tasks": (replace(BUY, label="click"), replace(BUY, **changed))}
+
+
+@pytest.mark.parametrize(
+    ("found", "begin"),
+    [
+        ({}, []),
+        ({"auc": None, "normalized_entropy": None}, [EQUAL]),
+        ({"normalized_entropy": 1.01}, [WORSE]),
+        ({"first_loss": 1234.5}, [f"{FIRST} 1,234.5"]),
+        ({"first_loss": 10.0, "normalized_entropy": 1.0}, []),
+        ({"first_loss": 11.0, "normalized_entropy": 2.0}, [FIRST, WORSE]),
+        ({"first_loss": 99.0, "normalized_entropy": 2.0, "auc": None, "is_own_loss": True}, []),
+        ({"first_loss": 99.0, "auc": None, "logloss": None, "accuracy": None, "normalized_entropy": None}, []),
+        (tasks(auc=None), [f"label buy: {EQUAL}"]),
+        (tasks(normalized_entropy=1.5), [f"label buy: {WORSE}"]),
+        (tasks(auc=None, logloss=None, num_labels=0), []),
+    ],
+)
+def test_a_figure_that_nobody_wants_ends_in_one_sentence(found: dict[str, Any], begin: list[str]) -> None:
+    report = replace(make_report(run_of_three_steps()[1], **facts()), **GOOD | found)
+    said = list(hints(report))
+    assert len(said) == len(begin)
+    assert all(sentence.startswith(own) for sentence, own in zip(said, begin, strict=True))
+    assert [value for name, value in summary_rows(report) if name == "hint"] == said

@@ -187,12 +187,19 @@ def test_names_and_sentences_of_users_stay_text() -> None:
     run = record(name=hostile)
     report = msgspec.structs.replace(run.report, stopped_by='"><script>x</script>', finished=False)
     evaluations = [
-        msgspec.structs.replace(own, tasks=(TaskEvaluation(label=hostile, num_labels=4, auc=0.5, logloss=0.6),))
+        msgspec.structs.replace(
+            own,
+            tasks=(TaskEvaluation(label=hostile, num_labels=4, auc=0.5, logloss=0.6),),
+            means={f"$own {hostile}$": 0.5, "never": None},
+        )
         for own in run.evaluations
     ]
     html = render(replace(run, report=report, evaluations=evaluations))
     made = Page(html)
     assert f"AUC of {hostile}" in made.words
+    assert f"$own {hostile}$" in made.words
+    assert "no weight" in made.words
+    assert len(made.plots) == len(Page(render(run)).plots) + 2, "a label and a figure with weight"
     assert not made.found("script")
     assert hostile in made.words
     assert '"><script>x</script>' in made.words
@@ -234,7 +241,9 @@ def test_rare_high_losses_do_not_flatten_the_others_and_are_told() -> None:
     run = record(losses=200)
     run.losses[3] = 50.0
     chart = loss_chart(run)
-    assert chart.y_range[1] < 2
+    axes = new_figure((5, 3)).subplots()
+    chart.mark(axes)
+    assert axes.get_ylim()[1] < 2
     assert "the highest is 50, by step 4." in chart.caption
     assert "largest 50.0000 at 4" in chart.text
 
@@ -302,6 +311,29 @@ def test_evaluations_with_labels_of_one_kind_have_no_auc() -> None:
     chart = evaluation_charts(replace(record(), evaluations=alone))[0]
     assert not chart.series
     assert "labels of one kind" in chart.caption
+
+
+def test_one_evaluation_is_a_figure_and_several_are_compared_with_a_constant_answer() -> None:
+    better = Evaluation(train_step=5, auc=0.7, logloss=0.45, accuracy=0.8, normalized_entropy=0.9)
+    run = replace(record(), evaluations=[better])
+    auc, loss = evaluation_charts(run)
+    assert (auc.series, loss.series) == ({}, {})
+    assert auc.caption.startswith("0.7000 after 5 train steps. ")
+    assert loss.caption.startswith("0.4500 after 5 train steps; 0.5000 is always the share of positives. ")
+    several = [better, msgspec.structs.replace(better, train_step=9)]
+    axes = new_figure((5, 3)).subplots()
+    evaluation_charts(replace(run, evaluations=several))[1].mark(axes)
+    assert [*axes.lines[1].get_ydata()] == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize(("entropy", "words"), [(0.9, "10.0 % below"), (1.25, "25.0 % above"), (None, "")])
+def test_the_page_has_a_verdict_in_a_sentence(entropy: float | None, words: str) -> None:
+    run = record()
+    best = Evaluation(train_step=1234, auc=0.7, logloss=0.45, accuracy=0.8, normalized_entropy=entropy)
+    report = msgspec.structs.replace(run.report, evaluations=(best, *run.report.evaluations), best_train_step=1234)
+    said = Page(render(replace(run, report=report))).words
+    assert (f"The best evaluation, after 1,234 train steps, has a log loss {words} that of" in said) == bool(words)
+    assert ("that of always answering the share of positive labels." in said) == bool(words)
 
 
 # no run is lost for it

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 import rowcast.prefetcher.pipeline.metrics
 import rowcast.trainer.step.metrics
-from rowcast.analysis.timeline.timeline import Pair, Recording, began, ended, lives, read_recording
+from rowcast.analysis.timeline import Pair, Recording, began, ended, lives, read_recording
 from rowcast.job.tables import group_specs
 from rowcast.protocol.counters import Counters
 from rowcast.protocol.parts import Rank

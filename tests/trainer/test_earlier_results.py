@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.report.results import EarlierResults
+from rowcast.trainer.report.earlier_results import EarlierResults
 from tests.support.facts import facts
 
 

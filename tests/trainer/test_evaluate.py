@@ -1,14 +1,36 @@
-"""Streaming metrics against the exact ones."""
+"""Streaming metrics and ranks against the exact ones, and what a model counts itself."""
+
+import math
+from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchmetrics.functional.classification import binary_auroc
 
-from rowcast.trainer.models.evaluate import NUM_BINS, EvalMetrics, bins
+from examples.all_items import ItemRows, load_model, ranks_of, vectors_of
+from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.models import build_model
+from rowcast.trainer.models.evaluate import (
+    NUM_BINS,
+    RANK_BINS,
+    EvalMetrics,
+    bins,
+    count_ranks,
+    own_sums,
+    ranking_figures,
+    ranks_among,
+    require_integers,
+)
+from rowcast.trainer.models.next_item import rounding_of
 from tests.support.evaluated import result_of
+from tests.support.facts import facts
+from tests.support.next_item import ITEMS, KINDS, LENGTH, WIDTH, job_of
 
 
 def predictions(spread: float, center: float = -1.2, num_samples: int = 50_000) -> tuple[Tensor, Tensor]:
@@ -197,3 +219,146 @@ def test_an_older_versions_evaluation_state_has_as_many_samples_as_logits() -> N
     metrics = EvalMetrics()
     assert metrics.restore(state)
     assert result_of(metrics) == result_of(metrics_of(logits, labels))
+
+
+class Model(nn.Module):
+    def __init__(self, names: Any, given: Any) -> None:
+        super().__init__()
+        self.eval_names, self._given = names, given
+
+    def eval_sums(self, outputs: Tensor, labels: Tensor) -> Any:
+        return self._given
+
+
+@pytest.mark.parametrize("names", [(), "error", ["a", "a"], [3], [""], {"a", "b"}, {"a": 1}])
+def test_names_that_are_none_are_refused(names: Any) -> None:
+    with pytest.raises(ConfigError, match=facts("Model.eval_names", repr(names), "a list of different names")):
+        own_sums(Model(names, {}))
+
+
+def test_names_without_the_method_are_refused_and_a_model_without_both_has_none() -> None:
+    model = nn.Linear(1, 1)
+    assert own_sums(model)[0] == ()
+    model.eval_names = ["a"]  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="a method eval_sums"):
+        own_sums(model)
+
+
+MISTAKES = [
+    *(None, {}, {"a": (1, 2), "b": (1, 2)}, {"a": 1}, {"a": (1, 2, 3)}, {"a": ("1", 2)}, {"a": (1j, 2)}),
+    *({"a": (value, 3)} for value in (torch.ones(3), torch.ones((), device="meta"), None)),
+]
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_anything_but_a_sum_and_a_weight_of_each_name_is_refused(given: Any) -> None:
+    _, sums = own_sums(Model(["a"], given))
+    with pytest.raises(ConfigError, match=facts("Model.eval_sums gave", "a")):
+        sums(torch.ones(1), torch.ones(1))
+
+
+def test_an_evaluation_goes_on_with_its_names_alone() -> None:
+    before = EvalMetrics(names=["a", "b"])
+    before.update(torch.zeros(4), torch.ones(4))
+    before.update_sums({"a": (torch.tensor(0.1), np.int64(1)), "b": (np.float32(2), 4.0)})
+    after = EvalMetrics(names=["b", "a"])
+    assert after.restore(before.state())
+    after.update_sums({"a": (torch.tensor(0.1), 2), "b": (0, 0)})
+    found = after.counts.result(0, (), ())
+    assert found is not None
+    assert found.means == {"b": 0.5, "a": 2 * float(torch.tensor(0.1)) / 3}
+    with pytest.raises(ConfigError, match=facts("eval_names = ['a', 'b']", "this one has ['a']")):
+        EvalMetrics(names=["a"]).restore(before.state())
+
+
+def test_parts_are_added_in_the_tree() -> None:
+    metrics = EvalMetrics(parts=4, names=["a"])
+    for part, value in enumerate((1.0, 1e16, -1e16, 1.0)):
+        metrics.update(torch.zeros(1), torch.ones(1), part=part)
+        metrics.update_sums({"a": (value, 1)}, part)
+    found = metrics.counts.result(0, (), ())
+    assert found is not None
+    assert found.means == {"a": 0.0}, "(1 + 1e16) + (-1e16 + 1); from left to right it is 1"
+
+
+CUTOFFS = (1, 10, 50, 1024)
+
+
+def figures_of(ranks: Tensor) -> dict[str, float]:
+    bins = torch.zeros(RANK_BINS, dtype=torch.int64)
+    count_ranks(bins, ranks)
+    return ranking_figures(bins.tolist(), CUTOFFS)
+
+
+def test_figures_are_those_of_a_count_over_all_ranks() -> None:
+    ranks = np.random.default_rng(3).geometric(0.01, 20_000) - 1
+    figures = figures_of(torch.tensor(ranks))
+    for k in CUTOFFS:
+        hits = ranks < k
+        assert figures[f"hr@{k}"] == pytest.approx(hits.mean(), abs=1e-12)
+        assert figures[f"ndcg@{k}"] == pytest.approx((hits / np.log2(ranks + 2)).mean(), abs=1e-12)
+        assert figures[f"mrr@{k}"] == pytest.approx((hits / (ranks + 1)).mean(), abs=1e-12)
+
+
+def test_the_order_and_the_batches_of_ranks_change_no_bit() -> None:
+    ranks = torch.randint(0, 3000, (999,), generator=torch.Generator().manual_seed(1))
+    whole, parts = EvalMetrics(), EvalMetrics()
+    whole.update_ranks(ranks)
+    for part in torch.split(ranks.flip(0), 100):
+        parts.update_ranks(part.view(-1, 1))
+    continued = EvalMetrics()
+    assert continued.restore(parts.state()), "an evaluation in progress"
+    assert whole.counts.rank_bins.tolist() == parts.counts.rank_bins.tolist() == continued.counts.rank_bins.tolist()
+
+
+@pytest.mark.parametrize("score", [0.0, math.nan, math.inf])
+def test_equal_scores_and_nan_count_against_the_model(score: float) -> None:
+    positives, candidates = torch.full((5,), score), torch.full((5, 60), score)
+    ranks = ranks_among(positives, candidates, torch.zeros(5, 60, dtype=torch.bool))
+    assert ranks.tolist() == [60] * 5
+    assert all(figures_of(ranks)[f"{name}@50"] == 0 for name in ("hr", "ndcg", "mrr"))
+
+
+def test_a_candidate_that_is_the_positive_is_left_out() -> None:
+    candidates = torch.tensor([[3.0, 1.0, 2.0]])
+    same = torch.tensor([[True, False, False]])
+    assert ranks_among(torch.tensor([2.5]), candidates, same).tolist() == [0]
+    assert ranks_among(torch.tensor([2.0]), candidates, same).tolist() == [1], "a tie with another candidate"
+
+
+def test_there_are_no_figures_without_positives() -> None:
+    assert figures_of(torch.zeros(0, dtype=torch.int64)) == {}
+
+
+def test_negative_ranks_are_refused_when_the_evaluation_ends() -> None:
+    with pytest.raises(ConfigError, match=facts("2 ranks", "negative")):
+        figures_of(torch.tensor([3, -1, -9]))
+
+
+@pytest.mark.parametrize("ranks", [torch.zeros(3), torch.zeros(3, dtype=torch.int32), [1, 2]])
+def test_ranks_that_are_no_integers_of_64_bits_are_refused(ranks: object) -> None:
+    with pytest.raises(ConfigError, match=facts("MyModel.ranks", "torch.int64")):
+        require_integers(ranks, "MyModel.ranks")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("memory", [1, 1000, 2**20])
+def test_ranks_are_those_of_all_scores_at_once(kind: str, memory: int, tmp_path: Path) -> None:
+    job, rng = job_of(kind), np.random.default_rng(1)
+    table = torch.randn(ITEMS, WIDTH, generator=torch.Generator().manual_seed(4))
+    table[7] = table[3]  # a tie
+    path = tmp_path / "export.safetensors"
+    save_file({"embedding_bags.item.weight": table, **build_model(job, num_dense=0).state_dict()}, path)
+    lengths = [3, 1, LENGTH, LENGTH + 4, *rng.integers(1, LENGTH, 80)]
+    histories = [rng.integers(0, ITEMS, length).tolist() for length in lengths]
+    times = [np.cumsum(rng.integers(0, 1000, length)).tolist() for length in lengths]
+    positives = rng.integers(0, ITEMS, len(lengths))
+    positives[:2] = 3, 7
+    with torch.no_grad(), path.open("rb") as file:
+        rows = ItemRows(file, "item")
+        vectors = vectors_of(load_model(job, path), rows, histories, times)
+        ranks = ranks_of(vectors, positives, rows, memory)
+        scores = vectors @ table.T
+    own = scores.gather(1, torch.tensor(positives)[:, None]) - rounding_of(vectors, table[positives])[:, None]
+    assert torch.equal(ranks, (scores >= own).sum(1) - 1)
+    assert (ranks[:2] > 0).all(), "a tie counts against both"

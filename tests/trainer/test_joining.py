@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from rowcast.runtime.network import interface_toward
+from rowcast.runtime.machine import interface_toward
 from rowcast.trainer.run import meeting as joining
 from rowcast.trainer.run.meeting import GLOO_NETWORK, choose_network
 from tests.support.two_hosts import on, two_hosts

@@ -1,16 +1,27 @@
-"""A model's own loss, in place of binary cross entropy, and what is refused of it."""
+"""A model's own loss, regression, and what is refused of both."""
 
+import re
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
+from rowcast.analysis.new import new as new_command
+from rowcast.command_line.prefetcher import app
+from rowcast.job.file import load_job
+from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.models import as_fp32, own_loss
-from rowcast.trainer.models.job_model import mean_loss
+from rowcast.trainer.models.evaluate import EvalMetrics
+from rowcast.trainer.models.job_model import JobModel, mean_loss
 from tests.support.facts import facts
+from tests.support.jobs import job
 
 OUTPUTS, LABELS = torch.tensor([0.5, -2.0, 1.0], requires_grad=True), torch.tensor([1.0, 0.0, 0.0])
 
@@ -160,3 +171,73 @@ def test_known_labels_have_the_bits_of_unmasked_cross_entropy() -> None:
 def test_several_labels_need_a_logit_each(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=facts("one logit", "[4, 2]")):
         mean_loss(torch.zeros(shape), SEVERAL)
+
+
+REGRESSION: dict[str, Any] = {"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1], "task": "regression"}
+REAL = {"columns": {"label_values": "real"}, "format": "csv", "path": "log.csv"}
+
+
+@pytest.mark.parametrize("error", ["squared", "huber"])
+def test_the_loss_is_in_deviations_and_the_figures_are_in_the_labels_unit(error: str) -> None:
+    own = JobModel(job(data=REAL, model={**REGRESSION, "target": [1e4, 250.0], "error": error}), 3)
+    rng = torch.Generator().manual_seed(3)
+    labels = 1e4 + 400 * torch.randn(64, generator=rng)
+    rows = [torch.randn(64, 4, generator=rng) for _ in range(2)]
+    outputs = own.forward(torch.randn(64, 3, generator=rng), rows, {}, training=False)
+    wide, wanted = outputs.detach().double().numpy(), labels.double().numpy()
+    errors = np.abs(wide - wanted) / 250
+    losses = errors**2 if error == "squared" else np.where(errors < 1, errors**2 / 2, errors - 0.5)
+    assert own.loss(outputs, labels).item() == pytest.approx(losses.mean(), rel=1e-5)
+    assert outputs.dtype == torch.float32
+    assert abs(wide.mean() - 1e4) < 1500, "an untrained model predicts about the mean"
+    metrics = EvalMetrics(names=own.eval_names)
+    for part in (slice(0, 40), slice(40, 64)):
+        own.count(metrics, outputs[part], labels[part])
+    found = metrics.counts.result(0, (), ())
+    assert found is not None
+    assert found.means["rmse"] == pytest.approx(np.sqrt(((wide - wanted) ** 2).mean()), rel=1e-12)
+    assert found.means["mae"] == pytest.approx(np.abs(wide - wanted).mean(), rel=1e-12)
+    assert (found.auc, found.is_own_loss, own.score_name) == (None, True, "score")
+
+
+def test_the_weights_have_the_names_and_first_values_of_the_classifier() -> None:
+    model = {**REGRESSION, "task": "classification"}
+    one, other = (JobModel(job(data=data, model=of), 3) for data, of in ((REAL, REGRESSION), ({}, model)))
+    assert all(torch.equal(one.model.state_dict()[name], own) for name, own in other.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("data", "model", "said"),
+    [({}, {}, 'task = "regression" does not go with data.columns.label_values = "binary"'),
+     (REAL, {"task": "classification"}, 'task = "classification" does not go with data.columns.label_values = "real"'),
+     (REAL, {"target": [1.0, 0.0]}, "target = [1.0, 0.0] must be a finite mean and a deviation above 0"),
+     (REAL, {"kind": "tests.support.batches:small_model"}, "has a loss of its own")],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(data: Any, model: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        job(data=data, model={**REGRESSION, **model})
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_new_proposes_a_regression_for_a_measure_and_it_learns(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: Any) -> None:
+        raise ConfigError("not asked here")
+
+    monkeypatch.setattr(new_command, "advise_job", unavailable)
+    rng = np.random.default_rng(5)
+    region, age, smoker = rng.choice(["n", "s", "w"], 900), rng.integers(18, 65, 900), rng.integers(0, 2, 900)
+    cost = [f"{2000 + 90 * a + 9000 * s + 500 * (r == 'n'):,.2f}" for a, s, r in zip(age, smoker, region, strict=True)]
+    frame = pd.DataFrame({"age": age, "smoker": smoker, "region": region, "charges": cost})
+    path = tmp_path / f"log.{form}"
+    frame.to_csv(path, index=False) if form == "csv" else frame.to_parquet(path)
+    refused = CliRunner().invoke(app, ["new", "--data", str(path)])
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "smoker; --label charges, a measure, trains a regression" in refused.stderr
+    made = CliRunner().invoke(app, ["new", "--data", str(path), "--label", "charges"])
+    (tmp_path / "job.toml").write_text(made.stdout)
+    own = load_job(tmp_path / "job.toml")
+    assert (own.model.task, own.data.columns.dense) == ("regression", ["age", "smoker"])
+    labels = np.concatenate([batch.labels for batch in open_reader(own).batches("train", 0)])
+    assert labels.mean() == pytest.approx(own.model.target[0], rel=0.05)

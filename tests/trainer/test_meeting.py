@@ -14,11 +14,11 @@ from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, DataError, Mismatch, PeerLost, RanksDiffer, RowcastError
 from rowcast.trainer.run.launch import Launch
 from rowcast.trainer.run.meeting import (
-    Greeting,
     Greetings,
     Meeting,
-    Named,
+    MeetingNotice,
     Present,
+    RankGreeting,
     Word,
     encoded,
     new_greeting,
@@ -39,7 +39,7 @@ def client(server: Any) -> Any:
     return TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=10))
 
 
-def greeting(rank: int, count: int, **changes: Any) -> Greeting:
+def greeting(rank: int, count: int, **changes: Any) -> RankGreeting:
     greeted = new_greeting(Launch(rank=rank, world_size=count), "digest", "train")
     return msgspec.structs.replace(greeted, process=f"process {rank}", **changes)
 
@@ -57,7 +57,7 @@ def each(*calls: Callable[[], object]) -> list[object]:
         return list(pool.map(outcome, calls))
 
 
-def meet(server: Any, greetings: Sequence[Greeting], timeout_s: float = 10.0) -> list[object]:
+def meet(server: Any, greetings: Sequence[RankGreeting], timeout_s: float = 10.0) -> list[object]:
     return each(*(Meeting(client(server), one, timeout_s, NEVER).hold for one in greetings))
 
 
@@ -167,7 +167,7 @@ def test_a_greeting_that_is_none_ends_the_wait_of_rank_0(server: Any) -> None:
     first = Meeting(client(server), greeting(0, 2), 10.0, NEVER)
 
     def intrude() -> None:
-        name = msgspec.json.decode(server.get("leader"), type=Named).name
+        name = msgspec.json.decode(server.get("leader"), type=MeetingNotice).name
         server.set(f"{name}/1", "no JSON")
 
     ended, _ = each(first.hold, intrude)
@@ -180,7 +180,7 @@ def test_more_greetings_of_a_rank_than_are_kept_are_of_no_rank(count: int, serve
     first = Meeting(client(server), greeting(0, 2), 10.0, NEVER)
 
     def intrude() -> None:
-        name = msgspec.json.decode(server.get("leader"), type=Named).name
+        name = msgspec.json.decode(server.get("leader"), type=MeetingNotice).name
         server.set(f"{name}/1", encoded(Greetings(greetings=(greeting(1, 2),) * count)))
 
     ended, _ = each(first.hold, intrude)
@@ -190,7 +190,7 @@ def test_more_greetings_of_a_rank_than_are_kept_are_of_no_rank(count: int, serve
 
 
 def test_of_many_dead_processes_of_a_rank_the_last_are_kept(server: Any) -> None:
-    server.set("leader", encoded(Named(name="met", world_size=2)))
+    server.set("leader", encoded(MeetingNotice(name="met", world_size=2)))
     for _ in range(20):
         with pytest.raises(PeerLost, match=facts("missing are ranks 0")):
             Meeting(client(server), greeting(1, 2), 0.0, NEVER).hold()
@@ -202,14 +202,14 @@ def test_of_many_dead_processes_of_a_rank_the_last_are_kept(server: Any) -> None
 def test_each_greeting_must_be_that_of_its_place(ranks: tuple[int, ...], server: Any) -> None:
     own = greeting(1, 2)
     present = Present(greetings=tuple(own if rank == 1 else greeting(rank, 2) for rank in ranks))
-    server.set("leader", encoded(Named(name="met", world_size=2)))
+    server.set("leader", encoded(MeetingNotice(name="met", world_size=2)))
     server.set("met/present", encoded(present))
     with pytest.raises(PeerLost, match=facts("another program", "--master-port")):
         Meeting(client(server), own, 10.0, NEVER).hold()
 
 
 def test_texts_of_a_peer_are_shown_without_control_characters(server: Any) -> None:
-    server.set("leader", encoded(Named(name="met", world_size=2)))
+    server.set("leader", encoded(MeetingNotice(name="met", world_size=2)))
     server.set("met/present", encoded(Present(greetings=(), refused=f"no{ESCAPES}")))
     with pytest.raises(Mismatch) as caught:
         Meeting(client(server), greeting(1, 2), 10.0, NEVER).hold()

@@ -44,11 +44,6 @@ class CountedStore:
         self.requests["check"] += 1
         return all(key in self.values for key in keys)
 
-    def add(self, key: str, number: int) -> int:
-        self.requests["add"] += 1
-        self.values[key] = str(int(self.values.get(key, b"0")) + number).encode()
-        return int(self.values[key])
-
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         self.requests["compare_set"] += 1
         if self.values.get(key, b"") == expected.encode():

@@ -1,5 +1,6 @@
 """A model that owns its step: what is refused, and when; what is tried before the first step; what says who trains."""
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +14,12 @@ from rowcast.analysis.check.machine import Device, ask_trainer, check_model
 from rowcast.analysis.check.memory import check_memory
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.runtime.errors import ConfigError, Diverged
+from rowcast.runtime.errors import ConfigError, Diverged, Mismatch
 from rowcast.trainer.models.job_model import JobModel, OptimizerStep, dense_step
 from rowcast.trainer.models.model_state import require_finite
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.report.page import job_sections
-from rowcast.trainer.run.rank_group import OnlyRank, same_states
+from rowcast.trainer.run.rank_group import RankGroup, same_states
 from rowcast.trainer.step.engine import learning_rates
 from tests.support import jobs
 from tests.support.batches import NUM_DENSE, small_job
@@ -102,6 +103,20 @@ def test_a_state_that_cannot_be_saved_or_restored_is_named_before_the_first_step
         own.tried()
 
 
+def test_what_a_user_s_object_raises_later_names_the_object() -> None:
+    """Its state has come to hold what no checkpoint can; or other code restores a checkpoint."""
+    kept = Keeper(0)
+    own = dense_step(JOB, Odd(lambda model: [Notes(), kept]), 1, trains=True)
+    saved = own.state()
+    kept.value = deque([1])
+    with pytest.raises(ConfigError, match=facts("the state of Keeper holds a deque")):
+        own.state()
+    for wrong in (lambda value: value.missing, lambda value: value["x"], lambda value: 1 / value):
+        kept.restored = wrong
+        with pytest.raises(Mismatch, match=facts("the checkpoint's Keeper is not this one")):
+            own.restore(saved)
+
+
 def test_an_extra_state_of_the_model_is_a_tensor_that_is_restored() -> None:
     def noted(extra: str) -> StepRunner:
         model = {"kind": "tests.support.own_steps:noted", "options": {"extra": extra}}
@@ -122,6 +137,11 @@ def test_the_dense_weights_are_trained_by_the_model_or_by_the_job_file() -> None
         JobModel(BOTH, NUM_DENSE)
     with pytest.raises(ConfigError, match=facts("SmallModel", "[optimizer.dense]", "training_objects()", "neither")):
         JobModel(without_dense(small_job("sgd")), NUM_DENSE)
+    objects_alone = Odd(lambda model: [])
+    objects_alone.step = 3  # type: ignore[assignment, method-assign]
+    for job in (BOTH, JOB):
+        with pytest.raises(ConfigError, match=facts("Odd has training_objects()", "no method step(n)")):
+            dense_step(job, objects_alone, 1, trains=True)
     with pytest.raises(ConfigError, match=facts("[optimizer.dense]", "dlrm")):
         jobs.job(optimizer={"dense": None}, model={"kind": "dlrm", "bottom_mlp": [4], "top_mlp": [1]})
 
@@ -152,16 +172,35 @@ def test_a_closure_is_refused() -> None:
             call(lambda: torch.zeros(()))
 
 
+async def coroutine() -> None:
+    pass
+
+
 def test_gradients_are_cleared_and_only_false_counts_as_skipped() -> None:
     model = Odd(lambda model: [])
     own = dense_step(JOB, model, 1, trains=True)
     skipped: list[int] = []
     own.skipped = skipped
-    for n, answer in enumerate([None, True, False, torch.tensor(False), 1.0]):
+    for n, answer in enumerate([None, True, False, torch.tensor(False), np.True_]):
         setattr(model, "step", lambda n, answer=answer: answer)  # noqa: B010
         model.layer(torch.ones(1, 2)).sum().backward()
         own.step(n)
         assert model.layer.weight.grad is None
+    assert skipped == [2, 3]
+    waiting = coroutine()
+    for wrong in (
+        1.0,
+        torch.zeros(()),
+        torch.zeros(2, dtype=torch.bool),
+        np.zeros(2),
+        "",
+        waiting,
+        (own for own in ""),
+    ):
+        setattr(model, "step", lambda n, wrong=wrong: wrong)  # noqa: B010
+        with pytest.raises(ConfigError, match=facts("Odd.step(n) returned a", type(wrong).__name__, "return False")):
+            own.step(5)
+    waiting.close()
     assert skipped == [2, 3]
 
 
@@ -173,7 +212,7 @@ def test_tensors_of_objects_must_be_finite() -> None:
         require_finite([kept], 3)
 
 
-class Ranks(OnlyRank):
+class Ranks(RankGroup):
     """The other rank answers as it was told to."""
 
     def __init__(self, other: bytes | None = None) -> None:

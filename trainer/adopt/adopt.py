@@ -21,24 +21,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError, listed, nearest
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt import script_optimizer  # noqa: F401 - it follows the script's optimizers from here on
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, store_of
-from rowcast.trainer.adopt.data_parallel import refuse_earlier, refuse_wrappers
-from rowcast.trainer.adopt.given_ids import LookedUp, given_by
+from rowcast.trainer.adopt.gradient_sum import refuse_earlier, refuse_wrappers
+from rowcast.trainer.adopt.id_program import TableKey
 from rowcast.trainer.adopt.mapped_tables import RuledTable
-from rowcast.trainer.adopt.random_states import NO_LOOP, Loop, Loops, refuse_begun
-from rowcast.trainer.adopt.read_ahead import ReadAhead, no_ids
+from rowcast.trainer.adopt.random_states import NO_LOOP, Loops, refuse_begun
+from rowcast.trainer.adopt.read_ahead import GiveIds, ReadAhead, no_ids
+from rowcast.trainer.adopt.records import distinct_rows
 from rowcast.trainer.adopt.rows import Home
 from rowcast.trainer.adopt.table_parameter import TableParameter, become, refuse_compilation, refuse_whole
 
 DEPTH = 16  # batches that are read ahead
+FUNCTION = "the function of rowcast.ahead(..., ids=...)"
 KINDS: tuple[Any, ...] = (nn.Embedding, nn.EmbeddingBag)
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -63,42 +67,42 @@ def adopt(
     Raises ConfigError for names that the model lacks, a table that is not float32, and a model within
     DistributedDataParallel, FSDP or DeepSpeed."""
     room, store = Capacity.of(capacity), store_of(memory)
-    found = tables_of(model, tables, keep)
+    candidates = tables_of(model, tables, keep)
     _parameters.update(model.named_parameters(remove_duplicate=False))
-    chosen = those_that_do_not_fit(found, room)
+    chosen = those_that_do_not_fit(candidates, room)
     for name in chosen:
         refuse_wrappers(model, name)
-        refuse_other_kinds(name, found[name])
+        refuse_other_kinds(name, candidates[name])
     if chosen:
-        of_process = doors(room, room.left_by(own for name, own in found.items() if name not in chosen), store)
+        of_process = doors(room, room.left_by(table for name, table in candidates.items() if name not in chosen), store)
         for name in chosen:
-            of_process.add(name, found[name])
+            of_process.add(name, candidates[name])
         for module in model.modules():
             if isinstance(module, KINDS):
                 module.has_adopted_table = isinstance(module._parameters.get("weight"), TableParameter)
-    say_what_was_adopted(found, chosen, room)
+    say_what_was_adopted(candidates, chosen, room)
     return model
 
 
 def tables_of(model: nn.Module, tables: Collection[str], keep: Collection[str]) -> dict[str, nn.Parameter]:
     """The tables that may be adopted, by name; one that modules share has the name of the first."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    refuse_unknown("tables", tables, [name for name, own in parameters.items() if own.dim() == 2])
-    of_modules = {id(own._parameters.get("weight")) for own in model.modules() if isinstance(own, KINDS)}
-    found = {name: own for name, own in parameters.items() if id(own) in of_modules or name in tables}
-    refuse_unknown("keep", keep, found)
+    refuse_unknown("tables", tables, [name for name, weight in parameters.items() if weight.dim() == 2])
+    of_modules = {id(module._parameters.get("weight")) for module in model.modules() if isinstance(module, KINDS)}
+    weights = {name: weight for name, weight in parameters.items() if id(weight) in of_modules or name in tables}
+    refuse_unknown("keep", keep, weights)
     for name in keep:
-        if isinstance(found[name], RuledTable):
+        if isinstance(weights[name], RuledTable):
             raise ConfigError(
-                f"adopt(keep=[{name!r}]): a rule makes its {len(found[name]):,} rows when they are needed, so it "
+                f"adopt(keep=[{name!r}]): a rule makes its {len(weights[name]):,} rows when they are needed, so it "
                 "cannot be on the device as a whole; leave it out of keep"
             )
-    left = {id(found[name]) for name in keep}
-    names = {id(own): name for name, own in reversed(found.items())}
+    left = {id(weights[name]) for name in keep}
+    names = {id(table): name for name, table in reversed(weights.items())}
     return {
-        name: found[name]
+        name: weights[name]
         for name in reversed(names.values())
-        if id(found[name]) not in left and not isinstance(found[name], TableParameter)
+        if id(weights[name]) not in left and not isinstance(weights[name], TableParameter)
     }
 
 
@@ -111,9 +115,9 @@ def refuse_unknown(argument: str, names: Collection[str], known: Collection[str]
             )
 
 
-def those_that_do_not_fit(found: Mapping[str, nn.Parameter], room: Capacity) -> list[str]:
+def those_that_do_not_fit(weights: Mapping[str, nn.Parameter], room: Capacity) -> list[str]:
     """The names of the tables to adopt, in the model's order."""
-    costs = {name: math.inf if isinstance(own, RuledTable) else room.cost(own) for name, own in found.items()}
+    costs = {name: math.inf if isinstance(table, RuledTable) else room.cost(table) for name, table in weights.items()}
     if sum(costs.values()) <= room.most:
         return []
     taken = 0.0
@@ -122,7 +126,7 @@ def those_that_do_not_fit(found: Mapping[str, nn.Parameter], room: Capacity) -> 
         taken += costs[name]
         if taken <= room.most // 2:
             ordinary.add(name)
-    return [name for name in found if name not in ordinary]
+    return [name for name in weights if name not in ordinary]
 
 
 def refuse_other_kinds(name: str, table: nn.Parameter) -> None:
@@ -133,22 +137,22 @@ def refuse_other_kinds(name: str, table: nn.Parameter) -> None:
         )
 
 
-def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], room: Capacity) -> None:
-    ordinary = [name for name in found if name not in chosen]
+def say_what_was_adopted(weights: Mapping[str, nn.Parameter], chosen: list[str], room: Capacity) -> None:
+    ordinary = [name for name in weights if name not in chosen]
     if not chosen:
-        if found:
-            print_line(f"all {len(found)} tables fit into {room.text}, none is adopted: {listed(ordinary)}")
+        if weights:
+            print_line(f"all {len(weights)} tables fit into {room.text}, none is adopted: {listed(ordinary)}")
         return
-    rows = {name: found[name].table.num_rows for name in chosen}  # type: ignore[attr-defined]
-    dims = {name: found[name].table.dim for name in chosen}  # type: ignore[attr-defined]
-    left = room.left_by(found[name] for name in ordinary).most
+    rows = {name: weights[name].table.num_rows for name in chosen}  # type: ignore[attr-defined]
+    dims = {name: weights[name].table.dim for name in chosen}  # type: ignore[attr-defined]
+    left = room.left_by(weights[name] for name in ordinary).most
     if not room.counts_rows:
         row_bytes = 4 * (1 + STATES) * sum(rows[name] * dims[name] for name in chosen) / sum(rows.values())
         left = int(left / row_bytes)
-    own = [f"{name} ({rows[name]:,} rows of {dims[name]})" for name in chosen]
+    described = [f"{name} ({rows[name]:,} rows of {dims[name]})" for name in chosen]
     print_line(
-        f"adopted {listed(own)}: about {min(left, sum(rows.values())):,} of {sum(rows.values()):,} rows stay on the "
-        f"device; ordinary: {listed(ordinary) or 'none'}"
+        f"adopted {listed(described)}: about {min(left, sum(rows.values())):,} of {sum(rows.values()):,} rows stay on "
+        f"the device; ordinary: {listed(ordinary) or 'none'}"
     )
 
 
@@ -156,7 +160,7 @@ def say_what_was_adopted(found: Mapping[str, nn.Parameter], chosen: list[str], r
 
 
 @dataclass(frozen=True)
-class Run:
+class SavedRun:
     """What this process knows of a run that it has saved or gone on from."""
 
     run_id: str
@@ -175,7 +179,7 @@ class Doors:
         self.tables: dict[str, weakref.finalize[Any, AdoptedTable]] = {}
         self.gone: list[Home] = []
         self.loops = Loops()
-        self.runs: dict[Path, Run] = {}  # by the folder of their saves; that of the last save is the last
+        self.runs: dict[Path, SavedRun] = {}  # by the folder of their saves; that of the last save is the last
         atexit.register(self.report)
 
     def report(self) -> None:
@@ -190,7 +194,7 @@ class Doors:
             name += "'"
         is_ruled = isinstance(parameter, RuledTable)
         home = self.engine.home(name, parameter if is_ruled else parameter.detach().cpu())
-        table, key = AdoptedTable(name, parameter, home), LookedUp(name, len(parameter))
+        table, key = AdoptedTable(name, parameter, home), TableKey(name, len(parameter))
         become(parameter, table)
 
         def note(ids: Tensor) -> None:
@@ -251,7 +255,7 @@ def doors(room: Capacity, left: Capacity, store: Mapping[str, Any]) -> Doors:
 
 
 def adopts() -> bool:
-    return any(own.tables for own in _doors)
+    return any(held.tables for held in _doors)
 
 
 def adopted(action: str) -> Doors:
@@ -278,13 +282,60 @@ def ahead(batches: Iterable[Any], *, ids: Callable[[Any], Any] = no_ids, skip: i
         loops, plain = (Loops(), nullcontext) if reading is None else (_doors[0].loops, reading.plain)
         refuse_begun(batches)
         is_iterator = isinstance(batches, Iterator)
-        batches = loops.begin(batches, skip) if is_iterator else Loop(loops, batches, skip, plain)
+        batches = loops.begin(batches, skip) if is_iterator else loops.over(batches, skip, plain)
     return batches if reading is None else reading.ahead(batches, given_by(ids, _parameters))
 
 
 def ahead_calls(function: Callable[[], Any], *, ids: Callable[[Any], Any] = no_ids) -> Callable[[], Any]:
     """The same function, called ahead: `sampler.next = rowcast.ahead_calls(sampler.next)`, after `adopt`."""
     return _doors[0].reading.ahead_calls(function, given_by(ids, _parameters)) if adopts() else function
+
+
+# ids that the script gives itself
+
+
+def given_by(function: Callable[[Any], Any], parameters: Mapping[str, nn.Parameter]) -> GiveIds:
+    """`function`: the script's. `parameters`: of its models, by name. The result raises ConfigError."""
+    if function is no_ids:
+        return no_ids
+
+    def give_ids(batch: Any) -> dict[TableKey, I64]:
+        [given] = (function(each) for each in (batch,))  # in a generator, a StopIteration is an error: it ends no loop
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"{FUNCTION} returns a {type(given).__name__}; give a dict {{parameter: ids}}")
+        ids: dict[TableKey, list[I64]] = {}
+        for key, key_ids in given.items():
+            parameter = parameters.get(key) if isinstance(key, str) else key
+            if not isinstance(parameter, nn.Parameter):
+                raise ConfigError(
+                    f"{FUNCTION} gives ids of {str(key)!r}, which is no parameter of an adopted model"
+                    f"{nearest(str(key), parameters)}; give ids of {listed(list(parameters))}"
+                )
+            if isinstance(parameter, TableParameter):  # others are on the device
+                table = TableKey(parameter.table.name, len(parameter))
+                ids.setdefault(table, []).append(ids_of(table, key_ids))
+        return {table: distinct_rows(table.num_embeddings, np.concatenate(parts)) for table, parts in ids.items()}
+
+    return give_ids
+
+
+def ids_of(table: TableKey, given: Any) -> I64:
+    ids = flat(given)
+    is_id = (ids >= 0) & (ids < table.num_embeddings) if ids.dtype.kind in "iu" else np.zeros(len(ids), np.bool_)
+    if not is_id.all():
+        raise ConfigError(
+            f"{FUNCTION} gives {ids[~is_id][0]} for {table.name}; its ids are integers from 0 to "
+            f"{table.num_embeddings - 1:,}, in lists, arrays or tensors"
+        )
+    rows: I64 = ids.astype(np.int64)
+    return rows
+
+
+def flat(ids: Any) -> Any:
+    """Of a tensor, an array, numbers, or a list of these: an array [n]."""
+    if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple | np.ndarray | Tensor):
+        return np.concatenate([flat(part) for part in ids if len(part)] or [np.empty(0, np.int64)])
+    return (ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)).reshape(-1)
 
 
 # of modules with a table
@@ -312,6 +363,34 @@ def refuse(module: Any) -> None:
     refuse_compilation(module.weight.table.name)
 
 
+def without_tables(plain: Callable[..., None]) -> Callable[..., None]:
+    """A module's part of state_dict and load_state_dict, without tables whose rows are nowhere as a whole."""
+
+    @functools.wraps(plain)
+    def save_or_load(module: Any, state: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        weights = [(key, weight) for key, weight in module._parameters.items() if isinstance(weight, TableParameter)]
+        left_out = {key: weight for key, weight in weights if weight.table.home.rule is not None}
+        for key, weight in left_out.items():
+            if prefix + key in state:
+                raise ConfigError(
+                    f"load_state_dict has {prefix + key}, and the {len(weight):,} rows of the adopted table are never "
+                    "here as a whole; take it out of the state, and load changed rows by rowcast.restore"
+                )
+            say_left_out(prefix + key)
+        module._parameters.update(dict.fromkeys(left_out))  # torch passes over those that are None
+        try:
+            plain(module, state, prefix, *args, **kwargs)
+        finally:
+            module._parameters.update(left_out)
+
+    return save_or_load
+
+
+@functools.cache
+def say_left_out(key: str) -> None:
+    print_line(f"state_dict() leaves {key} out: rowcast.save keeps its changed rows")
+
+
 def of_all_inputs(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def backward(*args: Any, **kwargs: Any) -> None:
@@ -325,6 +404,9 @@ def of_all_inputs(plain: Callable[..., None]) -> Callable[..., None]:
 
 
 torch.autograd.backward = of_all_inputs(torch.autograd.backward)
+module: Any = nn.Module
+module._save_to_state_dict = without_tables(module._save_to_state_dict)
+module._load_from_state_dict = without_tables(module._load_from_state_dict)
 for kind in KINDS:
     kind.has_adopted_table = False
     kind.extra_repr = shown(kind.extra_repr)

@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from rowcast.runtime.errors import ConfigError
+from rowcast.trainer.adopt.records import NO_ROWS, WEIGHTS, alone, positions
 from rowcast.trainer.adopt.row_gradient import RowGradient, Rows, as_plain, refused
-from rowcast.trainer.adopt.rows import NO_ROWS, Home, alone, positions
-from rowcast.trainer.adopt.whole_table import WEIGHTS, TableView
+from rowcast.trainer.adopt.rows import Home
+from rowcast.trainer.adopt.whole_table import WholeView
 
 
 class AdoptedTable:
@@ -35,9 +36,10 @@ class AdoptedTable:
         self.is_stepped = False  # an optimizer has used it
         self.trained: Any = None  # of `script_optimizer.py`, once an optimizer has stepped it
         self.note: Callable[[Tensor], None] = lambda ids: None  # hears the ids of each look-up
-        self.arrives: Callable[[], None] = lambda: None  # hears of a backward pass: of `data_parallel.py`, on ranks
+        self.arrives: Callable[[], None] = lambda: None  # hears of a backward pass: of `gradient_sum.py`, on ranks
         self.is_summed = True  # the gradient is that of all ranks
         self.step_rows = home.read(self._no_rows())
+        self._shown_at = NO_ROWS, 0, NO_ROWS, NO_ROWS  # of a sparse gradient, see `_shown`
         self._no_grad = torch.zeros(1, self.dim, device=parameter.device)  # of rows that were not looked up
         self._num_changes = home.num_changes  # that the step's rows have
         self._backward: tuple[Tensor, Tensor] | None = None  # ids and gradient of the backward pass that runs
@@ -55,7 +57,7 @@ class AdoptedTable:
     def begin_step(self) -> None:
         """The step has no rows yet."""
         self.ids = self._no_rows()  # i64 [U] ascending, the step's rows
-        self.step_rows = self.step_rows.take(self.ids)
+        self.step_rows = self.step_rows.each(lambda field: field.new_empty((0, *field.shape[1:])))
 
     def read_again(self) -> None:
         self.step_rows = self.home.read(self.ids)
@@ -74,7 +76,7 @@ class AdoptedTable:
         self.grad = None if self.grad is None else self.grad.to(device)
         self.read_again()
 
-    def whole(self) -> TableView:
+    def whole(self) -> WholeView:
         """Returns the weights of all rows, with all steps, f32 [V, D] on the host: the table itself."""
         return self.home.whole(WEIGHTS).view()
 
@@ -89,9 +91,9 @@ class AdoptedTable:
         if not len(self.ids):
             self.ids, self.step_rows = missing, self.home.read(missing)
         elif len(missing):
-            found = self.home.read(missing)
+            joining = self.home.read(missing)
             self.ids, order = torch.sort(torch.cat([self.ids, missing]))
-            self.step_rows = self.step_rows.joined(found, order)
+            self.step_rows = self.step_rows.joined(joining, order)
 
     @alone
     def place(self, ids: Tensor) -> Tensor:
@@ -139,8 +141,8 @@ class AdoptedTable:
             return leaf
         self._leaves.append(weakref.ref(leaf))
         given: list[Tensor] = []  # a sparse gradient before the leaf's own copy, which torch would add otherwise
-        leaf.requires_grad_().register_hook(lambda own: given.append(own) if own.is_sparse else None)  # type: ignore[no-untyped-call]
-        leaf.register_post_accumulate_grad_hook(lambda own: self._collect(ids, own, given))  # type: ignore[no-untyped-call]
+        leaf.requires_grad_().register_hook(lambda gradient: given.append(gradient) if gradient.is_sparse else None)  # type: ignore[no-untyped-call]
+        leaf.register_post_accumulate_grad_hook(lambda gradient: self._collect(ids, gradient, given))  # type: ignore[no-untyped-call]
         return leaf
 
     # gradients
@@ -187,7 +189,11 @@ class AdoptedTable:
         """Returns the gradient of the table, [V, D]. `gradient`: [n, D] of rows `ids`, i64 [n] ascending."""
         if not gradient.is_sparse:
             return RowGradient(Rows(self.name, self.num_rows, ids, gradient, self._no_grad))
-        return sparse_like(gradient, ids[gradient._indices()[0]], self.num_rows)
+        at = gradient._indices()[0]
+        shown = sparse_like(gradient, ids[at], self.num_rows)
+        indices = shown._indices()
+        self._shown_at = indices, indices._version, ids, at  # places are known while nobody changes the indices
+        return shown
 
     def checked(self, grad: Any) -> Tensor:
         """A gradient that the script gives the table. Raises RowcastError."""
@@ -208,7 +214,9 @@ class AdoptedTable:
                 raise refused(grad.rows, "the script has changed those of all other rows too")
             return grad.rows.ids, grad.rows.values
         assert grad is not None, "the table has a gradient"
-        rows = grad._indices()[0]
+        (rows,), (shown, version, ids, at) = grad._indices(), self._shown_at
+        if rows.data_ptr() == shown.data_ptr() and len(rows) == shown.numel() and rows._version == version:
+            return ids, sparse_like(grad, at, len(ids))
         ids = self.ids
         at, known = positions(ids, rows)
         if not bool(known.all()) or not len(ids):

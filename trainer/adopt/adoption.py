@@ -28,16 +28,16 @@ from rowcast.job.file import parse_job
 from rowcast.job.models import NO_MODEL
 from rowcast.job.tables import aligned, group_specs
 from rowcast.job.units import parse_bytes, parse_rows
-from rowcast.protocol.script_setup import SETUP, ScriptSetup, ScriptTable
+from rowcast.protocol.messages import SETUP, ScriptSetup, ScriptTable
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.disk import try_lock
 from rowcast.runtime.errors import ConfigError, listed
 from rowcast.runtime.telemetry.format_numbers import plural
-from rowcast.trainer.adopt.coming_rows import JOINED
-from rowcast.trainer.adopt.first_rows import BLOCK_ROWS
-from rowcast.trainer.adopt.read_ahead import Announced, distinct_rows
-from rowcast.trainer.adopt.rows import NO_ROWS, Home, Records, alone
-from rowcast.trainer.adopt.script_engine import Place, ScriptEngine
+from rowcast.trainer.adopt.ranks import JOINED
+from rowcast.trainer.adopt.read_ahead import Announced
+from rowcast.trainer.adopt.records import BLOCK_ROWS, NO_ROWS, Place, Records, alone, distinct_rows
+from rowcast.trainer.adopt.rows import Home
+from rowcast.trainer.adopt.script_engine import ScriptEngine
 from rowcast.trainer.adopt.script_process import ScriptProcess
 
 JOB_FILE = "job.json"  # in the run directory: the job of both processes
@@ -50,6 +50,15 @@ ALL = "all"  # of the memory that trained rows need
 IDS_BYTES = 2**24  # of the steps that are read ahead, in `memory`
 
 
+def rows_or_bytes(argument: str, text: str | int) -> tuple[int | None, int]:
+    """Returns the rows that an argument of `adopt` names, or None and its bytes. Raises ConfigError."""
+    try:
+        rows = parse_rows(text)
+        return rows, 0 if rows is not None else parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"adopt({argument}={text!r}): {error}") from None
+
+
 @dataclass(frozen=True)
 class Capacity:
     """What the tables of a model may take on the device."""
@@ -60,13 +69,8 @@ class Capacity:
 
     @classmethod
     def of(cls, text: str | int) -> "Capacity":
-        rows = parse_rows(text)
-        if rows is not None:
-            return cls(str(text), rows, counts_rows=True)
-        try:
-            return cls(str(text), parse_bytes(text), counts_rows=False)
-        except ValueError as error:
-            raise ConfigError(f"adopt(capacity={text!r}): {error}") from None
+        rows, num_bytes = rows_or_bytes("capacity", text)
+        return cls(str(text), num_bytes if rows is None else rows, counts_rows=rows is not None)
 
     def cost(self, table: nn.Parameter) -> int:
         return len(table) if self.counts_rows else 4 * table.numel() * (1 + STATES)
@@ -101,7 +105,7 @@ class Adoption:
         """`store`: that of trained rows, as in a job file."""
         self.capacity, self._store = capacity, store
         self.folder, self._lock = own_folder()
-        self.num_starts = self.steps_replayed = 0
+        self.num_starts = self.steps_replayed = self.num_demanded = 0
         self._pid = os.getpid()
         self._homes: list[Home] = []
         self._process: ScriptProcess | None = None
@@ -128,11 +132,11 @@ class Adoption:
 
     def announce(self, batch: Announced) -> None:
         self._coming[batch.number] = batch
-        for ahead, own in self._in_turn():
-            if JOINED and own.number > self._newest_told:
-                self._newest_told = own.number
-                for ranks in JOINED if own.trains else ():
-                    ranks.tell(ahead, {table.name: rows for table, rows in own.rows.items()})
+        for ahead, coming in self._in_turn():
+            if JOINED and coming.number > self._newest_told:
+                self._newest_told = coming.number
+                for ranks in JOINED if coming.trains else ():
+                    ranks.tell(ahead, {table.name: rows for table, rows in coming.rows.items()})
         if not JOINED:
             self._announce_until(batch.number)
 
@@ -141,7 +145,7 @@ class Adoption:
         last = number + DEPTH + HORIZON if JOINED else max(self._coming)
         batch = self._coming[number]
         if self._process is not None and number not in self._steps and batch.trains and batch.rows:
-            known = sum(own.trains for own in self._coming.values() if own.number <= last)
+            known = sum(coming.trains for coming in self._coming.values() if coming.number <= last)
             for ranks in JOINED:  # a loop over a loader begins
                 ranks.await_lists(known - 1)
         self._announce_until(last)
@@ -164,7 +168,7 @@ class Adoption:
     def _in_turn(self) -> Iterator[tuple[int, Announced]]:
         """The coming batches, each with how many that train begin before it."""
         batches = [*self._coming.values()]
-        return zip(accumulate((own.trains for own in batches), initial=0), batches, strict=False)
+        return zip(accumulate((coming.trains for coming in batches), initial=0), batches, strict=False)
 
     def _announce_until(self, last: int) -> None:
         """Tells the engine of the batches up to number `last`. On ranks the newest are left for later, when the others
@@ -176,12 +180,12 @@ class Adoption:
         for ahead, batch in self._in_turn():
             if batch.number <= last and batch.number not in self._steps:
                 named = self._rows_of(ahead, batch).items()
-                rows = {self._rows[name].place: own for name, own in named if name in self._rows}
+                rows = {self._rows[name].place: ids for name, ids in named if name in self._rows}
                 self._steps[batch.number] = engine.announce(rows, trains=batch.trains)
 
     def _rows_of(self, ahead: int, batch: Announced) -> dict[str, I64]:
         """The rows of a step by the table's name, with those that other ranks have told."""
-        rows = {table.name: own for table, own in batch.rows.items()}
+        rows = {table.name: ids for table, ids in batch.rows.items()}
         told: dict[str, list[I64]] = {}
         for name, theirs in (each for ranks in JOINED if batch.trains for each in ranks.told(ahead)):
             told.setdefault(name, []).append(theirs)
@@ -198,8 +202,7 @@ class Adoption:
         if device != self._device:
             self.leave()
             self._device = device
-        homes = [home for home in self._homes if home.is_trained or self._holds_all]
-        if self._process is None and homes:
+        if self._process is None and (homes := [home for home in self._homes if home.is_trained or self._holds_all]):
             self._start(homes)
 
     def with_all(self) -> ScriptEngine:
@@ -217,7 +220,7 @@ class Adoption:
 
     def _start(self, homes: list[Home]) -> None:
         self.num_starts += 1
-        steps = [self._rows_of(*own) for own in islice(self._in_turn(), MEASURED_STEPS)]
+        steps = [self._rows_of(*coming) for coming in islice(self._in_turn(), MEASURED_STEPS)]
         tables = tuple(table_of(home, steps) for home in homes)
         content = job_of(homes, room_bytes(homes, self.capacity, tables), self._store, self._device, self.folder)
         job, job_file = parse_job(content, JOB_FILE), self.folder / JOB_FILE
@@ -251,7 +254,11 @@ class Adoption:
 
     def sentence(self) -> str:
         replayed = self.steps_replayed + sum(home.steps_replayed for home in self._homes)
-        return f"{replayed:,} missed steps of rows replayed, {plural(self.num_starts, 'start')} of the engine"
+        demanded = self.num_demanded + (0 if self._process is None else self._process.engine.num_demanded)
+        return (
+            f"{demanded:,} rows fetched on demand, {replayed:,} missed steps of rows replayed, "
+            f"{plural(self.num_starts, 'start')} of the engine"
+        )
 
     @property
     def is_forked(self) -> bool:
@@ -270,6 +277,7 @@ class Adoption:
         self._rows.clear()
         self._steps.clear()
         if process is not None:
+            self.num_demanded += process.engine.num_demanded
             process.close()
 
 
@@ -310,11 +318,7 @@ def store_of(memory: str | int) -> dict[str, Any]:
     """Where trained rows are, as in a job file. `memory`: as in `adopt`. Raises ConfigError."""
     if memory == ALL:
         return {"kind": "memory"}
-    try:
-        if parse_rows(memory) is None:
-            parse_bytes(memory)
-    except ValueError as error:
-        raise ConfigError(f"adopt(memory={memory!r}): {error}") from None
+    rows_or_bytes("memory", memory)
     return {"kind": "tiered", "memory": memory}
 
 

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -45,12 +45,12 @@ HOST = torch.device("cpu")
 RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-class Table(Hashable, Protocol):
-    @property
-    def name(self) -> str: ...
+@dataclass(frozen=True)
+class TableKey:
+    """A table as reading ahead knows it, which outlives tables."""
 
-    @property
-    def num_embeddings(self) -> int: ...
+    name: str
+    num_embeddings: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Unknown:
 
 
 @dataclass(eq=False)
-class Memory:
+class KnownStorage:
     """What is known of a storage."""
 
     values: dict[Hashable, Node] = field(default_factory=dict)  # by `place` of a tensor
@@ -133,7 +133,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class LookUp:
-    table: Table
+    table: TableKey
     ids: Node | Unknown
     trains: bool
 
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.graph = Graph()
         self.look_ups: list[LookUp] = []
         self.constants: dict[str, Tensor] = {}
-        self._memories: WeakKeyDictionary[torch.UntypedStorage, Memory] = WeakKeyDictionary()
+        self._memories: WeakKeyDictionary[torch.UntypedStorage, KnownStorage] = WeakKeyDictionary()
         self._leaves = leaves.tensors
         self.inputs = [self._know(leaf, self.graph.placeholder(f"leaf{at}")) for at, leaf in enumerate(self._leaves)]
         self._read: dict[int | tuple[int, ...], Node] = {}  # numbers and lists that the step has read, and their sums
@@ -179,15 +179,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def has_made(self, ids: Tensor) -> bool:
         """Whether the batch is known to have a part in the ids. Call outside of the recording mode."""
-        found = self._find(ids.detach(), "the look-up")
-        return isinstance(found, Node) and memory_of(found).is_of_batch
+        node = self._find(ids.detach(), "the look-up")
+        return isinstance(node, Node) and memory_of(node).is_of_batch
 
-    def note(self, table: Table, ids: Tensor) -> None:
+    def note(self, table: TableKey, ids: Tensor) -> None:
         """Call where the step looks up `ids`, outside of the recording mode."""
-        found = self._find(ids.detach(), "the look-up")
-        if isinstance(found, Node):
-            found = self.graph.call_function(torch.clone, (found,))  # the step may write into them later
-        self.look_ups.append(LookUp(table, found, torch.is_grad_enabled()))
+        node = self._find(ids.detach(), "the look-up")
+        if isinstance(node, Node):
+            node = self.graph.call_function(torch.clone, (node,))  # the step may write into them later
+        self.look_ups.append(LookUp(table, node, torch.is_grad_enabled()))
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -195,7 +195,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if RowGradient in types:  # no ids come from gradients
             return func(*args, **kwargs)
-        changed = [self._memory(own) for own in written(func, args, kwargs)]
+        changed = [self._memory(tensor) for tensor in written(func, args, kwargs)]
         inputs = self._inputs_of(func, args, kwargs)
         for memory in changed:  # the numbers of constants are those before
             for name in memory.constants:
@@ -203,8 +203,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.constants.clear()
         result = func(*args, **kwargs)
         if isinstance(inputs, Unknown):
-            made = [self._memory(own) for own in tensors_of(result)]
-            for memory in changed + [own for own in made if not own.values]:
+            made = [self._memory(tensor) for tensor in tensors_of(result)]
+            for memory in changed + [memory for memory in made if not memory.values]:
                 memory.unknown = inputs
         else:
             self._record(func, *inputs, changed, result)
@@ -221,10 +221,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def found(value: Any) -> Any:
             if isinstance(value, torch.device):
                 return HOST
-            own = self._find(value, str(func)) if isinstance(value, Tensor) else value
-            if isinstance(own, Unknown):
-                unknown.append(own)
-            return own
+            known = self._find(value, str(func)) if isinstance(value, Tensor) else value
+            if isinstance(known, Unknown):
+                unknown.append(known)
+            return known
 
         inputs: tuple[tuple[Any, ...], dict[str, Any]] = tree_map(found, (args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -234,16 +234,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return unknown[0] if unknown else inputs
 
     def _record(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[Memory], result: Any
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], changed: list[KnownStorage], result: Any
     ) -> None:
         node = self._added(func, args, kwargs)
         node.meta["writes"] = changed
         made = []
-        for at, own in enumerate(result if isinstance(result, tuple | list) else [result]):
-            if isinstance(own, Tensor):
-                value = node if own is result else self.graph.call_function(operator.getitem, (node, at))
-                made.append(memory_of(self._know(own, value)))
-        is_of_batch = any(memory_of(own).is_of_batch for own in node.all_input_nodes)
+        for at, made_one in enumerate(result if isinstance(result, tuple | list) else [result]):
+            if isinstance(made_one, Tensor):
+                value = node if made_one is result else self.graph.call_function(operator.getitem, (node, at))
+                made.append(memory_of(self._know(made_one, value)))
+        is_of_batch = any(memory_of(given).is_of_batch for given in node.all_input_nodes)
         if is_of_batch and type(result) is int:
             self._note_number(result, node)
         if is_of_batch and torch.Tag.dynamic_output_shape in func.tags and isinstance(result, Tensor) and result.dim():
@@ -259,9 +259,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in RESHAPES:
             given[1] = self._first_deduced(given[1])
         else:
-            makes = not any(isinstance(own, Node) for own in tree_leaves((args, kwargs)))  # `arange(batch size)`
-            for at, (own, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
-                if makes or is_size(own):
+            makes = not any(isinstance(leaf, Node) for leaf in tree_leaves((args, kwargs)))  # `arange(batch size)`
+            for at, (argument, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
+                if makes or is_size(argument):
                     given[at] = self._sized(value)
         if func is aten.slice.Tensor and len(given) == 4 and isinstance(given[2], Node):
             given[3], length = self._read.get(args[3], given[3]), self._sized(args[3] - args[2])
@@ -281,22 +281,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(value, list) and tuple(value) in self._read:
             return self._read[tuple(value)]
         return tree_map(
-            lambda own: self._sizes.get(own) or self._read.get(own, own) if type(own) is int else own, value
+            lambda number: self._sizes.get(number) or self._read.get(number, number) if type(number) is int else number,
+            value,
         )
 
     def _first_deduced(self, shape: Sequence[Any]) -> list[Any]:
         """`shape` with -1 for the first dimension that is a multiple of a batch size."""
-        follows = [bool(own) and any(own % size == 0 for size in self._sizes) for own in shape]
+        follows = [bool(dimension) and any(dimension % size == 0 for size in self._sizes) for dimension in shape]
         if -1 in shape or True not in follows:
             return list(shape)
         return [*shape[: follows.index(True)], -1, *shape[follows.index(True) + 1 :]]
 
-    def _memory(self, tensor: Tensor) -> Memory:
+    def _memory(self, tensor: Tensor) -> KnownStorage:
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
-            return Memory(unknown=Unknown(f"a {type(tensor).__name__}"))
-        return self._memories.setdefault(storage, Memory())
+            return KnownStorage(unknown=Unknown(f"a {type(tensor).__name__}"))
+        return self._memories.setdefault(storage, KnownStorage())
 
     def _know(self, tensor: Tensor, node: Node) -> Node:
         memory = node.meta["memory"] = self._memory(tensor)
@@ -350,9 +351,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.graph.call_method("to", (node,), {**wanted, "copy": True})
 
 
-def memory_of(node: Node) -> Memory:
+def memory_of(node: Node) -> KnownStorage:
     """Of a value; a batch size has none."""
-    memory: Memory = node.meta.get("memory") or Memory()
+    memory: KnownStorage = node.meta.get("memory") or KnownStorage()
     return memory
 
 
@@ -360,13 +361,17 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Te
     """The tensors that an operation changes."""
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return []
-    names = [own.name for own in func._schema.arguments if own.alias_info is not None and own.alias_info.is_write]
-    given = {own.name: value for own, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    names = [
+        argument.name
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     return tensors_of([given.get(name) for name in names])
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    return [own for own in tree_leaves(tree) if isinstance(own, Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def place(tensor: Tensor) -> Hashable:
@@ -397,57 +402,60 @@ class Program:
     def __init__(self, recorder: Recorder, *, is_alone: bool) -> None:
         """is_alone: no other batch was in use, so that ids without a part of this batch are of its step."""
         graph = recorder.graph
-        self.look_ups = [resolved(own, is_alone) for own in recorder.look_ups]
-        graph.output(tuple(own.ids for own in self.look_ups if isinstance(own.ids, Node)))
+        self.look_ups = [resolved(look_up, is_alone) for look_up in recorder.look_ups]
+        graph.output(tuple(look_up.ids for look_up in self.look_ups if isinstance(look_up.ids, Node)))
         cast_once(graph)
         erase_unneeded(graph)
         calls = [node for node in graph.nodes if node.op.startswith("call")]
         constants = [node for node in graph.nodes if node.op == "get_attr"]
         self.num_operations, self.num_constants = len(calls), len(constants)
         self._inputs = [at for at, node in enumerate(recorder.inputs) if node.users]
-        shown = {memory_of(own.ids) for own in self.look_ups if isinstance(own.ids, Node)}
+        shown = {memory_of(look_up.ids) for look_up in self.look_ups if isinstance(look_up.ids, Node)}
         for node in [*constants, *(recorder.inputs[at] for at in self._inputs)]:
             if memory_of(node).is_changed or memory_of(node) in shown:  # the step's writes, and the script's later ones
                 with graph.inserting_after(node):
-                    own = graph.call_function(torch.clone)
-                node.replace_all_uses_with(own)
-                own.args = (node,)
+                    copied = graph.call_function(torch.clone)
+                node.replace_all_uses_with(copied)
+                copied.args = (node,)
         tensors = {name: tensor.cpu() for name, tensor in recorder.constants.items()}
         self._function = GraphModule(tensors, graph).forward
-        self.is_known = [isinstance(own.ids, Node) for own in self.look_ups]
-        self.trains = any(own.trains for own in self.look_ups)
+        self.is_known = [isinstance(look_up.ids, Node) for look_up in self.look_ups]
+        self.trains = any(look_up.trains for look_up in self.look_ups)
 
-    def run(self, leaves: Leaves) -> list[tuple[Table, Tensor | Unknown]]:
+    def run(self, leaves: Leaves) -> list[tuple[TableKey, Tensor | Unknown]]:
         """Returns the ids of each look-up, i32 or i64 on the host as the step has them, or why they are unknown.
 
         `leaves`: of a batch of the program's form."""
         try:
             with torch.inference_mode():
-                found = iter(self._function(*(leaves.tensors[at].cpu() for at in self._inputs)))
-            return [(own.table, next(found) if isinstance(own.ids, Node) else own.ids) for own in self.look_ups]
+                outputs = iter(self._function(*(leaves.tensors[at].cpu() for at in self._inputs)))
+            return [
+                (look_up.table, next(outputs) if isinstance(look_up.ids, Node) else look_up.ids)
+                for look_up in self.look_ups
+            ]
         except (RuntimeError, ValueError, IndexError, TypeError, NotImplementedError) as error:
             why = Unknown(f"more than its first batch shows ({type(error).__name__}: {' '.join(str(error).split())})")
-            return [(own.table, why) for own in self.look_ups]
+            return [(look_up.table, why) for look_up in self.look_ups]
 
 
-def resolved(own: LookUp, is_alone: bool) -> LookUp:
+def resolved(look_up: LookUp, is_alone: bool) -> LookUp:
     """Without a copy of ids that stay as they are; unknown if it may be another batch's."""
-    if isinstance(own.ids, Unknown):
-        return own
-    (ids,) = own.ids.all_input_nodes
+    if isinstance(look_up.ids, Unknown):
+        return look_up
+    (ids,) = look_up.ids.all_input_nodes
     memory = memory_of(ids)
-    if not memory.is_of_batch and not (is_alone and own.trains):
+    if not memory.is_of_batch and not (is_alone and look_up.trains):
         why = "something else than the batch, or what Python or NumPy computes from it"
-        return LookUp(own.table, Unknown(why), own.trains)
-    return LookUp(own.table, own.ids if memory.is_changed else ids, own.trains)
+        return LookUp(look_up.table, Unknown(why), look_up.trains)
+    return LookUp(look_up.table, look_up.ids if memory.is_changed else ids, look_up.trains)
 
 
 def erase_unneeded(graph: Graph) -> None:
     """Keeps the operations that the ids need, and those that write into the memory of these."""
-    memories: set[Memory] = set()
+    memories: set[KnownStorage] = set()
     for node in reversed(graph.nodes):
         if node.users or node.op == "output" or not memories.isdisjoint(node.meta.get("writes", ())):
-            memories.update(memory_of(own) for own in node.all_input_nodes)
+            memories.update(memory_of(given) for given in node.all_input_nodes)
         else:
             graph.erase_node(node)
 
@@ -468,6 +476,6 @@ def cast_once(graph: Graph) -> None:
                 casts[kind] = graph.call_method("to", (matrix,), node.kwargs)
         if kind in casts:
             with graph.inserting_before(node):
-                own = graph.node_copy(view)
-            own.replace_input_with(matrix, casts[kind])
-            node.replace_all_uses_with(own)
+                column = graph.node_copy(view)
+            column.replace_input_with(matrix, casts[kind])
+            node.replace_all_uses_with(column)

@@ -2,7 +2,7 @@
 
 Without a rule the script's own code gives the first values, which the kernel writes to the file. `adopt` reads rows
 from it and never changes it. By a rule they are those of a job's table with the same `init`: written to the file too,
-or, above `first_rows.MOST_WHOLE` rows, made where a row is first needed.
+or, above `records.MOST_WHOLE` rows, made where a row is first needed.
 """
 
 import sys
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rowcast.job.embedding_tables import LARGEST, init_reach
-from rowcast.protocol.first_values import RowRule
+from rowcast.protocol.first_values import rows_by
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.adopt.first_rows import BLOCK_ROWS, is_large, made_here, mapped
+from rowcast.runtime.first_values import RowRule
+from rowcast.trainer.adopt.records import BLOCK_ROWS, is_large, made_here, mapped
 from rowcast.trainer.adopt.row_gradient import as_plain, attribute_of, words
 from rowcast.trainer.adopt.table_parameter import is_of_parameter, operation, placeholder
 
@@ -41,9 +42,9 @@ def tables(folder: str | Path, *, init: str = "", seed: int = 0) -> Iterator[Non
     Raises ConfigError if a file is there already, unless it has the rule's values, if the disk has not as much space,
     or if there is no such rule."""
     check_rule(init, seed)
-    own = Path(folder).absolute()
-    own.mkdir(parents=True, exist_ok=True)
-    with MappedWeights(own, init, seed):
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    with MappedWeights(path, init, seed):
         yield
 
 
@@ -114,7 +115,7 @@ def new_table(path: Path, num_rows: int, dim: int) -> Tensor:
     if path.exists():
         raise ConfigError(
             f"{path} is there already, and rowcast.tables overwrites no file: it may hold the first values of a model "
-            "that still trains; remove it, or name another folder"
+            "that still trains, or of a rowcast.save; name another folder, or init='constant:0' before rowcast.restore"
         )
     made_here.add(str(path))
     return mapped(path, (num_rows, dim), torch.float32)
@@ -123,17 +124,17 @@ def new_table(path: Path, num_rows: int, dim: int) -> Tensor:
 def written_out(rule: RowRule, path: Path) -> Tensor:
     """The rule's rows in a file. One that has them already, as of a script that is started again, is taken."""
     blocks = [slice(at, min(at + BLOCK_ROWS, rule.num_rows)) for at in range(0, rule.num_rows, BLOCK_ROWS)]
-    rows = (torch.from_numpy(rule.rows(np.arange(own.start, own.stop))) for own in blocks)
+    rows = (torch.from_numpy(rows_by(rule, np.arange(block.start, block.stop))) for block in blocks)
     size = rule.num_rows * rule.width
     if path.is_file() and path.stat().st_size == 4 * size:
         weights = torch.from_file(str(path), shared=True, size=size, device="cpu").view(rule.num_rows, rule.width)
         pairs = zip(blocks, rows, strict=True)
-        if all(torch.equal(weights[own].view(torch.int32), first.view(torch.int32)) for own, first in pairs):
+        if all(torch.equal(weights[block].view(torch.int32), first.view(torch.int32)) for block, first in pairs):
             made_here.add(str(path))
             return weights
     weights = new_table(path, rule.num_rows, rule.width)
-    for own, first in zip(blocks, rows, strict=True):
-        weights[own] = first
+    for block, first in zip(blocks, rows, strict=True):
+        weights[block] = first
     return weights
 
 
@@ -168,7 +169,7 @@ class RuledTable(nn.Parameter):
         if is_of_parameter(func) or attribute == "grad":
             with as_plain():
                 return func(*args, **(kwargs or {}))
-        table = next(own for own in [*args, *(kwargs or {}).values()] if isinstance(own, RuledTable))
+        table = next(leaf for leaf in [*args, *(kwargs or {}).values()] if isinstance(leaf, RuledTable))
         if name == "detach" or (attribute, name) == ("data", "__get__"):
             with as_plain():
                 values: Any = func(table).as_subclass(cls)

@@ -1,7 +1,13 @@
-"""Compiled loops of the steps that rows missed: Adam, AdamW and SGD of torch.optim with a gradient of zero, on a CPU.
+"""Keeps what each step of an optimizer over one table was, so that rows that were away can have it later.
 
-Each row takes its own missed steps, k steps after its first one. Rows lie in the order of their last step, so those
-that still miss a step are the first ones. Each operation of torch is one rounding here, in torch's order
+An optimizer's step is its group's hyper-parameters (rate, betas, decay, flags) and the parameter's state before the
+step: numbers (Adam's `step`), and tensors with a row for each row, which are the rows' own and not kept here. A
+schedule changes one or two numbers a step. So the log keeps segments: what stays as it is once, and 8 bytes a step for
+each number that has ever changed.
+
+Compiled loops give rows the steps that they missed: Adam, AdamW and SGD of torch.optim with a gradient of zero, on a
+CPU. Each row takes its own missed steps, k steps after its first one. Rows lie in the order of their last step, so
+those that still miss a step are the first ones. Each operation of torch is one rounding here, in torch's order
 (`multiply_add`: torch rounds once). torch's square root may differ from the processor's by one unit, so torch takes it,
 between the halves of a step. `catch_up.chosen` tries whether these are the bits of the installed torch.
 
@@ -13,16 +19,21 @@ from __future__ import annotations
 
 import math
 from array import array
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
-from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import Step
+from rowcast.trainer.adopt.records import Records
 
 U = np.uint64
 ROWS = 32  # at a time in `decay_moments`: they stay in the first cache
@@ -34,6 +45,112 @@ TAKEN, BETA2, NEW, RATE, ROOT, EPS, DECAY, KEPT, ZERO = range(9)  # the numbers 
 LEAST_WEIGHT, LOST = np.float32(2.0**-47), np.float32(2.0**-26)
 LEAST_EPS, LEAST_ROOT, LEAST_KEPT, LEAST_RATE, MOST_RATE = 2.0**-40, 2.0**-10, 0.98, 2.0**-100, 16.0
 ROUNDINGS = 1 + 2.0**-19
+ROW_DIMS = 2  # a state tensor with this many dimensions has a row for each row of the table
+
+
+class LoggedStep(NamedTuple):
+    """One step of the optimizer, as it was given."""
+
+    hyper: dict[str, Any]  # the group without its parameters
+    state: dict[str, Any]  # before the step, without what has a row for each row
+    row_states: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Segment:
+    """Successive steps that differ in numbers only."""
+
+    first: int  # its first step
+    form: tuple[TreeSpec, list[Any]]  # of each step: its structure, and the kinds of its leaves
+    leaves: list[Any]  # of the first step; a number's is a pattern for the others'
+    numbers: list[float]  # of the first step
+    moving: list[int]  # those that each step gives anew
+    values: array[float] = field(default_factory=lambda: array("d"))  # [steps * len(moving)]
+
+    def at(self, step: int) -> LoggedStep:
+        numbers, at = list(self.numbers), (step - self.first) * len(self.moving)
+        for offset, place in enumerate(self.moving):
+            numbers[place] = self.values[at + offset]
+        given = iter(numbers)
+        leaves = [alike(leaf, next(given)) if is_number(leaf) else leaf for leaf in self.leaves]
+        step_given: LoggedStep = tree_unflatten(leaves, self.form[0])
+        return step_given
+
+
+class StepLog:
+    """The steps of one optimizer over one table, from its first: `append` before each step that the table takes."""
+
+    def __init__(self, rule: type[Optimizer]) -> None:
+        self.rule = rule
+        self.steps = 0
+        self.segments: list[Segment] = []
+        self.loops: dict[int, Any] = {}  # what `catch_up` has chosen for the segments, by first step
+
+    def append(self, group: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Keeps a step that is about to be taken.
+
+        `group`: the parameter's group; `state`: optimizer.state of the parameter before the step, {} before its first.
+        A number on a device is read from there, which waits for it."""
+        hyper = hyper_of(group)
+        numbers_kept = {name: value for name, value in state.items() if not has_rows(value)}
+        leaves, structure = tree_flatten(
+            LoggedStep(hyper, numbers_kept, tuple(name for name in state if name not in numbers_kept))
+        )
+        form = structure, [kind_of(leaf) for leaf in leaves]
+        numbers = [float(leaf) for leaf in leaves if is_number(leaf)]
+        last, moving = self.segments[-1] if self.segments else None, []
+        if last is not None and last.form == form:
+            changed = [value != before for value, before in zip(numbers, last.numbers, strict=True)]
+            moving = [place for place in range(len(numbers)) if changed[place] or place in last.moving]
+        if last is None or last.form != form or last.moving != moving:
+            last = Segment(self.steps, form, leaves, numbers, moving)
+            self.segments.append(last)
+        last.values.extend(numbers[place] for place in last.moving)
+        self.steps += 1
+
+    def at(self, step: int) -> LoggedStep:
+        return self.segments[bisect_right(self.segments, step, key=lambda each: each.first) - 1].at(step)
+
+    def parts(self, first: int) -> Iterator[tuple[int, int, Segment]]:
+        """The segments from step `first` on, each with the steps of it: (first, end, segment)."""
+        ends = [segment.first for segment in self.segments[1:]] + [self.steps]
+        for segment, end in zip(self.segments, ends, strict=True):
+            if end > first:
+                yield max(first, segment.first), end, segment
+
+
+def has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() >= ROW_DIMS
+
+
+def rows_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What an optimizer's state has of each row."""
+    return {name: value for name, value in state.items() if has_rows(value)}
+
+
+def hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def kind_of(value: Any) -> Any:
+    """All of a number but its value, or another value itself. Rules leave out the operations of a zero."""
+    if not is_number(value):
+        return value
+    of_tensor = (value.dtype, value.device, value.shape) if isinstance(value, Tensor) else ()
+    return (type(value), *of_tensor, bool(value == 0))
+
+
+def alike(pattern: Any, number: float) -> Any:
+    return torch.full_like(pattern, number) if isinstance(pattern, Tensor) else type(pattern)(number)
+
+
+# compiled loops
 
 
 class Numbers:
@@ -56,7 +173,7 @@ class SGDLoops:
         self.needs = ("momentum_buffer",) if hyper["momentum"] else ()  # the states that it moves
         self.numbers = Numbers(6)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: LoggedStep) -> None:
         """Keeps the numbers of one more step."""
         rate, momentum, fresh = float(-step.hyper["lr"]), step.hyper["momentum"], 1 - step.hyper["dampening"]
         zero = -0.0 if step.hyper["maximize"] else 0.0
@@ -78,7 +195,7 @@ class AdamLoops:
         self.unrest = array("q")  # the steps that are not calm
         self.longest = FEW if hyper["decoupled_weight_decay"] and hyper["weight_decay"] else ALL
 
-    def add(self, step: Step) -> None:
+    def add(self, step: LoggedStep) -> None:
         hyper, (beta1, beta2), count = step.hyper, step.hyper["betas"], float(step.state["step"]) + 1
         rate, root = float(-(hyper["lr"] / (1 - beta1**count))), (1 - beta2**count) ** 0.5
         decay, kept = hyper["weight_decay"], 1.0
@@ -134,9 +251,9 @@ class AdamLoops:
     def at_rest(self, block: Records, at: I64) -> NDArray[np.bool_]:
         """Whether the weights of the first rows rest after their full step before `at`."""
         weights, average = flat(block, "exp_avg")
-        roots, found = block.states[self.needs[-1]][: len(at)].sqrt(), np.zeros(len(at), np.bool_)
-        look_for_rest(weights, average, roots.view(-1).numpy(), self.numbers.table, at, block.weights.shape[1], found)
-        return found
+        roots, rests = block.states[self.needs[-1]][: len(at)].sqrt(), np.zeros(len(at), np.bool_)
+        look_for_rest(weights, average, roots.view(-1).numpy(), self.numbers.table, at, block.weights.shape[1], rests)
+        return rests
 
     def decay(self, block: Records, rows: I64, at: I64, until: I64) -> None:
         """Gives rows at rest their steps before `until`; moves `at` on."""
@@ -236,10 +353,10 @@ def mixed(average: np.float32, grad: np.float32, taken: np.float32) -> np.float3
 
 @compiled_arithmetic
 def look_for_rest(
-    weights: F32, average: F32, root: F32, table: F32, at: I64, dim: int, found: NDArray[np.bool_]
+    weights: F32, average: F32, root: F32, table: F32, at: I64, dim: int, rests: NDArray[np.bool_]
 ) -> None:
     """found[row]: whether its weights stay, or only decay, in calm steps after the full one before at[row]."""
-    for row in range(len(found)):
+    for row in range(len(rests)):
         step, moving = at[row] - 1, 0
         rate, corrected, eps = table[step, RATE], table[step, ROOT], table[step, EPS]
         for c in range(row * dim, (row + 1) * dim):
@@ -248,7 +365,7 @@ def look_for_rest(
             is_lost = update <= size * LOST and LEAST_WEIGHT <= size < np.inf
             is_none = average[i] == 0 and not np.signbit(average[i]) and root[i] >= 0
             moving += not (is_lost or is_none)
-        found[row] = moving == 0
+        rests[row] = moving == 0
 
 
 @compiled_arithmetic

@@ -35,17 +35,17 @@ def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, State
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
         of_device = getattr(torch.get_device_module(device), "default_generators", ())
-        named |= {f"torch on {device}:{index}": own for index, own in enumerate(of_device)}
-    named |= {f"the loader's torch.Generator {index}": own for index, own in enumerate(owned)}
-    for name, own in named.items():
-        yield name, (own.get_state, own.set_state)
+        named |= {f"torch on {device}:{index}": generator for index, generator in enumerate(of_device)}
+    named |= {f"the loader's torch.Generator {index}": generator for index, generator in enumerate(owned)}
+    for name, generator in named.items():
+        yield name, (generator.get_state, generator.set_state)
     yield NUMPY, (lambda: np.random.get_state(legacy=False), np.random.set_state)
     yield "random", (random.getstate, random.setstate)
 
 
 def owned_by(batches: Any) -> list[torch.Generator]:
     """The generators of a loader, and of all that it is made of: samplers, what wraps it, data sets."""
-    found: list[torch.Generator] = []
+    generators: list[torch.Generator] = []
     seen, left = set[int](), [batches]
     while left and len(seen) < MOST_PARTS:
         owner = left.pop(0)
@@ -53,9 +53,9 @@ def owned_by(batches: Any) -> list[torch.Generator]:
             continue
         seen.add(id(owner))
         if isinstance(owner, torch.Generator):
-            found.append(owner)
+            generators.append(owner)
         left += getattr(owner, "__dict__", {}).values()
-    return found
+    return generators
 
 
 def refuse_begun(batches: Any) -> None:
@@ -81,6 +81,22 @@ def set_states(states: Mapping[str, Any], owned: Sequence[torch.Generator]) -> N
         generators[name][1](state)
 
 
+class LoopedLoader(Iterable[Any]):
+    """A loader whose loops begin in another way."""
+
+    def __init__(self, batches: Any, begin: Callable[[Any], Iterator[Any]]) -> None:
+        self._batches, self._begin = batches, begin
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(self._batches)
+
+
 class Loops:
     """The loops over `ahead(batches, skip=...)` of a script."""
 
@@ -91,13 +107,24 @@ class Loops:
 
     def states(self) -> tuple[States, States]:
         """A and B."""
-        owned = [own for of in self._owned if (own := of()) is not None]
+        owned = [generator for of in self._owned if (generator := of()) is not None]
         return self._begun, states_of(owned)
 
     def restore(self, begun: States, now: States) -> None:
         self._saved = begun, now
         known = dict(generators_of(()))
         set_states({name: state for name, state in now.items() if name in known}, ())
+
+    def over(self, batches: Any, skip: int, plain: Callable[[], AbstractContextManager[None]]) -> LoopedLoader:
+        """Batches whose first loop begins after `skip` of them. `plain`: a context in which loaders are not read
+        ahead."""
+        skips = [skip]
+
+        def begin(batches: Any) -> Iterator[Any]:
+            with plain():
+                return self.begin(batches, skips.pop() if skips else 0)
+
+        return LoopedLoader(batches, begin)
 
     def begin(self, batches: Any, skip: int) -> Iterator[Any]:
         """The rest of a loop that has had `skip` batches. Raises ConfigError."""
@@ -109,7 +136,7 @@ class Loops:
                 "states at its beginning it would need; save within such a loop, or go on with skip=0"
             )
         set_states(begun if skip else now, owned)
-        self._begun, self._owned = states_of(owned), [weakref.ref(own) for own in owned]
+        self._begun, self._owned = states_of(owned), [weakref.ref(generator) for generator in owned]
         rest: Iterator[Any] = iter(batches)
         for _ in islice(rest, skip):
             pass
@@ -118,39 +145,18 @@ class Loops:
         return rest
 
 
-class Loop(Iterable[Any]):
-    """Batches whose first loop begins after `skip` of them."""
-
-    def __init__(
-        self, loops: Loops, batches: Any, skip: int, plain: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """`plain`: a context in which loaders are not read ahead."""
-        self._loops, self._batches, self._skip, self._plain = loops, batches, skip, plain
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        skip, self._skip = self._skip, 0
-        with self._plain():
-            return self._loops.begin(self._batches, skip)
-
-
 def packed(states: States) -> States:
     """In tensors, numbers and text."""
-    own = states.get(NUMPY)
-    if own is None:
+    of_numpy = states.get(NUMPY)
+    if of_numpy is None:
         return states
-    key = torch.from_numpy(own["state"]["key"].astype(np.int64))
-    return {**states, NUMPY: {**own, "state": {**own["state"], "key": key}}}
+    key = torch.from_numpy(of_numpy["state"]["key"].astype(np.int64))
+    return {**states, NUMPY: {**of_numpy, "state": {**of_numpy["state"], "key": key}}}
 
 
 def unpacked(states: States) -> States:
-    own = states.get(NUMPY)
-    if own is None:
+    of_numpy = states.get(NUMPY)
+    if of_numpy is None:
         return states
-    key: Tensor = own["state"]["key"]
-    return {**states, NUMPY: {**own, "state": {**own["state"], "key": key.numpy().astype(np.uint32)}}}
+    key: Tensor = of_numpy["state"]["key"]
+    return {**states, NUMPY: {**of_numpy, "state": {**of_numpy["state"], "key": key.numpy().astype(np.uint32)}}}

@@ -1,6 +1,6 @@
 """Reads the batches of a script ahead, as its own loader makes them, and tells the engine the rows of their look-ups.
 
-script                         Source                                    engine (Sink)
+script                         AheadSource                               engine (Sink)
 ------                         ------                                    -------------
 for batch in loader:  <------- batch k      reads k + 1 ... k + depth    announce(k + depth: rows of each table)
     model(batch)      -------> note(table, ids): compared with the hint  begin(k), at its first look-up
@@ -36,17 +36,17 @@ from torch.utils.data import DataLoader
 
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
-from rowcast.trainer.adopt.id_program import Leaves, Program, Recorder, Table, Unknown, leaves_of
-from rowcast.trainer.adopt.random_states import States, generators_of, owned_by
+from rowcast.trainer.adopt.id_program import Leaves, Program, Recorder, TableKey, Unknown, leaves_of
+from rowcast.trainer.adopt.random_states import LoopedLoader, States, generators_of, owned_by
+from rowcast.trainer.adopt.records import distinct_rows
 
 MOST_FORMS = 64  # of batches; a script with more makes each batch of another form
-MARKED = 16  # rows of a table for each id, up to which marking its rows is faster than sorting the ids
 MISTAKES = 3  # batches in succession of which a look-up was not foreseen: the program is recorded anew
 RECORDINGS = 2  # of a form, until it stays on demand
 MOST_TURNS = 16  # a batch is looked up before the script has asked for this many more, or never
 
 Verdict = Literal["foreseen", "mistaken", "unknown"]
-GiveIds = Callable[[Any], Mapping[Table, npt.NDArray[np.int64]]]  # of a batch its rows: distinct, ascending
+GiveIds = Callable[[Any], Mapping[TableKey, npt.NDArray[np.int64]]]  # of a batch its rows: distinct, ascending
 LAZY = (zip, map, filter, enumerate, reversed, GeneratorType)  # batches that can be read once
 
 NO_LEAVES = Leaves((), ())
@@ -56,7 +56,7 @@ NO_LEAVES = Leaves((), ())
 class Announced:
     number: int  # counts the announced batches
     source: int  # each loop over a loader is one; the order of batches is known within it alone
-    rows: Mapping[Table, npt.NDArray[np.int64]]  # distinct, ascending, within the table
+    rows: Mapping[TableKey, npt.NDArray[np.int64]]  # distinct, ascending, within the table
     trains: bool  # some look-up takes gradients; otherwise an evaluation
 
 
@@ -89,13 +89,13 @@ class Form:
 GIVEN = Form(recordings=RECORDINGS)  # of batches whose rows the script gives
 
 
-def no_ids(batch: Any) -> Mapping[Table, npt.NDArray[np.int64]]:
+def no_ids(batch: Any) -> Mapping[TableKey, npt.NDArray[np.int64]]:
     """The script gives none."""
     return {}
 
 
 @dataclass(eq=False)
-class Read:
+class BatchRead:
     """A batch between its reading and the end of its step."""
 
     batch: Any
@@ -107,9 +107,9 @@ class Read:
     form: Form = field(default_factory=Form)
     number: int | None = None  # set while it is announced
     program: Program | None = None  # that gave the hints
-    hints: dict[Table, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has met
+    hints: dict[TableKey, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has met
     recorder: Recorder | None = None
-    given: Mapping[Table, npt.NDArray[np.int64]] = field(default_factory=dict)
+    given: Mapping[TableKey, npt.NDArray[np.int64]] = field(default_factory=dict)
     is_left: bool = False  # the script has dropped its source
     turns: int = 0  # batches that the script has asked for since
     look_ups: int = 0
@@ -117,7 +117,7 @@ class Read:
 
 
 @dataclass
-class Counts:
+class ReadAheadCounts:
     look_ups: Counter[Verdict] = field(default_factory=Counter)
     read_s: float = 0.0  # of the script's own loader
     programs: int = 0  # runs
@@ -125,12 +125,12 @@ class Counts:
     distinct_s: float = 0.0  # distinct rows of their ids
 
     def sentence(self) -> str:
-        own = ", ".join(f"{self.look_ups[verdict]:,} {verdict}" for verdict in ("foreseen", "mistaken", "unknown"))
+        verdicts = ", ".join(f"{self.look_ups[verdict]:,} {verdict}" for verdict in ("foreseen", "mistaken", "unknown"))
         share = 100 * self.program_s / max(self.read_s, 1e-9)
         program, distinct = (1e3 * own_s / max(self.programs, 1) for own_s in (self.program_s, self.distinct_s))
         return (
-            f"look-ups: {own}; the id program takes {program:.2f} ms a batch, {share:.1f} % of the time of its loader, "
-            f"and its distinct rows {distinct:.2f} ms"
+            f"look-ups: {verdicts}; the id program takes {program:.2f} ms a batch, {share:.1f} % of the time of its "
+            f"loader, and its distinct rows {distinct:.2f} ms"
         )
 
 
@@ -139,18 +139,18 @@ class ReadAhead:
 
     def __init__(self, depth: int, sink: Sink) -> None:
         """depth: batches that are read ahead of the script's."""
-        self.depth, self.sink, self.counts = depth, sink, Counts()
+        self.depth, self.sink, self.counts = depth, sink, ReadAheadCounts()
         self.is_closed = False
         self.is_apart = False  # the script reads in another thread than the steps', which may draw at any time
         self.readers: set[int] = set()  # threads that take a batch
-        self.arrived: deque[tuple[Source, Read, int]] = deque()  # of another thread, and which
+        self.arrived: deque[tuple[AheadSource, BatchRead, int]] = deque()  # of another thread, and which
         self.thread = threading.get_ident()  # of the steps
-        self.current: Read | None = None  # of the last look-up, until the next batch is handed over
-        self.departed: list[tuple[Iterable[Read], Iterable[Read]]] = []  # of sources that the script dropped
-        self._open: list[Read] = []  # batches that the script has, the newest last
+        self.current: BatchRead | None = None  # of the last look-up, until the next batch is handed over
+        self.departed: list[tuple[Iterable[BatchRead], Iterable[BatchRead]]] = []  # of sources that the script dropped
+        self._open: list[BatchRead] = []  # batches that the script has, the newest last
         self._forms: dict[object, Form] = {}
         self._said: set[str] = set()
-        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
+        self._sources: weakref.WeakSet[AheadSource] = weakref.WeakSet()
         self._recorders: list[Recorder] = []  # those that are entered
         self._num_pauses = self._num_announced = self._num_sources = 0
         self._plain_iter: Callable[[Any], Any] = DataLoader.__iter__
@@ -194,29 +194,34 @@ class ReadAhead:
 
     def ahead(self, batches: Iterable[Any], give_ids: GiveIds = no_ids) -> Iterable[Any]:
         """The same batches, read ahead. Of an iterator: an iterator; else each loop over it is read ahead."""
+
+        def begin(loader: Any) -> Any:
+            with self.paused():
+                return self.source(iter(loader), give_ids, owned_by(loader))
+
         is_iterator = isinstance(batches, Iterator)
-        own: Iterable[Any] = self.source(batches, give_ids) if is_iterator else Ahead(self, batches, give_ids)
-        return own
+        read: Iterable[Any] = self.source(batches, give_ids) if is_iterator else LoopedLoader(batches, begin)
+        return read
 
     def ahead_calls(self, function: Callable[[], Any], give_ids: GiveIds = no_ids) -> Callable[[], Any]:
         """For a script that calls `function` for each batch: the same, called ahead. An exception ends nothing."""
-        own: Callable[[], Any] = getattr(self.source(function, give_ids), "__next__", function)
-        return own
+        source: Callable[[], Any] = getattr(self.source(function, give_ids), "__next__", function)
+        return source
 
     def source(self, batches: Any, give_ids: GiveIds, generators: Sequence[torch.Generator] = ()) -> Any:
         """`batches`: an iterator, or a function that makes a batch; `generators`: that it owns and draws from."""
         is_within = threading.get_ident() in self.readers
-        if isinstance(batches, Source) and give_ids is not no_ids:
+        if isinstance(batches, AheadSource) and give_ids is not no_ids:
             batches.give_ids = give_ids  # of a DataLoader
-        if isinstance(batches, Source) or is_within or self.is_closed or os.getpid() != self._process:
+        if isinstance(batches, AheadSource) or is_within or self.is_closed or os.getpid() != self._process:
             return batches  # a worker's loader, or one within a loader
         self._num_sources += 1
-        kind = SizedSource if hasattr(type(batches), "__len__") else Source
+        kind = SizedAheadSource if hasattr(type(batches), "__len__") else AheadSource
         source = kind(self, self._num_sources, batches, give_ids, generators)
         self._sources.add(source)
         return source
 
-    def note(self, table: Table, ids: Tensor) -> Verdict:
+    def note(self, table: TableKey, ids: Tensor) -> Verdict:
         """Call at each look-up of an adopted table, with its ids as the step has them, before its rows are needed."""
         verdict: Verdict = "unknown"
         if not self._recorders:
@@ -229,11 +234,11 @@ class ReadAhead:
         self.counts.look_ups[verdict] += 1
         return verdict
 
-    def _meet(self, read: Read, table: Table, ids: Tensor) -> None:
+    def _meet(self, read: BatchRead, table: TableKey, ids: Tensor) -> None:
         if not read.look_ups:
             earlier = self._open[: self._open.index(read)]
-            for own in [own for own in earlier if own.source == read.source]:
-                self.settle(own)
+            for ended in [batch for batch in earlier if batch.source == read.source]:
+                self.settle(ended)
             if read.number is not None:
                 self.sink.begin(read.number)
         self.current = read
@@ -241,22 +246,24 @@ class ReadAhead:
             read.recorder.note(table, ids)
         read.look_ups += 1
 
-    def _compare(self, table: Table, ids: Tensor) -> tuple[Read, Verdict]:
+    def _compare(self, table: TableKey, ids: Tensor) -> tuple[BatchRead, Verdict]:
         """Returns the batch that the look-up belongs to."""
         newest, host = self._open[-1].source, ids.detach().cpu()
-        likely = sorted(self._open, key=lambda own: (own is not self.current, own.look_ups > 0, own.source != newest))
-        made = [own for own in likely if own.recorder is not None and own.recorder.has_made(ids)]
-        may_be = [own for own in likely if own.program is None or own.hints.get(table)]
+        likely = sorted(
+            self._open, key=lambda batch: (batch is not self.current, batch.look_ups > 0, batch.source != newest)
+        )
+        made = [batch for batch in likely if batch.recorder is not None and batch.recorder.has_made(ids)]
+        may_be = [batch for batch in likely if batch.program is None or batch.hints.get(table)]
         read = [*made, *may_be, *likely][0]
-        for own in likely:
-            if table in own.given and np.isin(host.numpy(), own.given[table]).all():
-                return own, "foreseen"
-            if own.source == read.source and read.program is None:
+        for batch in likely:
+            if table in batch.given and np.isin(host.numpy(), batch.given[table]).all():
+                return batch, "foreseen"
+            if batch.source == read.source and read.program is None:
                 continue  # ids that many batches share would make it the turn of one that has hints
-            for at, hint in enumerate(own.hints.get(table, ())):
+            for at, hint in enumerate(batch.hints.get(table, ())):
                 if isinstance(hint, Tensor) and hint.dtype == host.dtype and torch.equal(hint, host):
-                    del own.hints[table][at]
-                    return own, "foreseen"
+                    del batch.hints[table][at]
+                    return batch, "foreseen"
         left = read.hints.get(table)
         expected = left.pop(0) if left else None
         if read.form is GIVEN:
@@ -280,7 +287,7 @@ class ReadAhead:
         finally:
             self._num_pauses -= 1
             if not self._num_pauses:
-                self._recorders = [own.recorder for own in self._open if own.recorder is not None]
+                self._recorders = [batch.recorder for batch in self._open if batch.recorder is not None]
                 for recorder in self._recorders:
                     recorder.__enter__()  # type: ignore[no-untyped-call]
 
@@ -291,20 +298,20 @@ class ReadAhead:
         yield
         self.readers.discard(threading.get_ident())
 
-    def read(self, take: Callable[[], Any], give_ids: GiveIds) -> Read:
+    def read(self, take: Callable[[], Any], give_ids: GiveIds) -> BatchRead:
         """Reads a batch. An exception, also of `give_ids`, waits for the batch at which the script would get it."""
         begin_s = time.perf_counter()
         self.readers.add(threading.get_ident())
         try:
             batch = take()
             is_iterator = isinstance(batch, LAZY)
-            read = Read(tuple(batch) if is_iterator else batch, is_iterator)
+            read = BatchRead(tuple(batch) if is_iterator else batch, is_iterator)
             if give_ids is not no_ids:
                 read.form, read.given = GIVEN, give_ids(iter(read.batch) if is_iterator else batch)
         except StopIteration as error:
-            return Read(None, error=error.with_traceback(None))  # its frames hold the script's model
+            return BatchRead(None, error=error.with_traceback(None))  # its frames hold the script's model
         except Exception as error:  # noqa: BLE001 - it is the script's
-            return Read(None, error=error)
+            return BatchRead(None, error=error)
         finally:
             self.readers.discard(threading.get_ident())
             read_s = time.perf_counter()
@@ -323,10 +330,10 @@ class ReadAhead:
         )
         return Form(recordings=RECORDINGS)
 
-    def announce(self, read: Read) -> None:
+    def announce(self, read: BatchRead) -> None:
         begin_s = time.perf_counter()
         program = read.program = read.form.program
-        ids_of: dict[Table, list[Tensor]] = {}
+        ids_of: dict[TableKey, list[Tensor]] = {}
         for table, ids in program.run(read.leaves) if program is not None else ():
             read.hints.setdefault(table, []).append(ids)
             if isinstance(ids, Tensor):
@@ -342,16 +349,16 @@ class ReadAhead:
         trains = program is None or program.trains
         self.sink.announce(Announced(number=read.number, source=read.source, rows=rows or read.given, trains=trains))
 
-    def hand_over(self, read: Read, *, records: bool) -> None:
+    def hand_over(self, read: BatchRead, *, records: bool) -> None:
         """The script gets the batch."""
-        for left in [own for own in self._open if own.is_left]:
+        for left in [batch for batch in self._open if batch.is_left]:
             self.settle(left)
         if read.form.waits and records:
             read.recorder = Recorder(read.leaves)
         read.leaves = NO_LEAVES
         self._open.append(read)
 
-    def settle(self, read: Read) -> None:
+    def settle(self, read: BatchRead) -> None:
         """The step of a batch is over, or a later batch has its step."""
         if read not in self._open:
             return
@@ -360,14 +367,14 @@ class ReadAhead:
         if read.recorder is not None and form.waits:
             if read.look_ups or read.turns == MOST_TURNS:  # otherwise the script had a look at one batch, and left
                 form.recordings += min(read.look_ups, 1)
-                is_alone = not any(own.look_ups or own.source != read.source for own in self._open)
+                is_alone = not any(batch.look_ups or batch.source != read.source for batch in self._open)
                 form.program = Program(read.recorder, is_alone=is_alone)
                 self._say_program(form.program)
         elif program is not None and read.look_ups and not program.look_ups:
             form.program = None
         elif program is not None and read.look_ups and read.program is program:
             # a hint that no look-up met, such as of an evaluation within the first step, is wrong too
-            left = (own.name for own, hints in read.hints.items() if any(isinstance(ids, Tensor) for ids in hints))
+            left = (key.name for key, hints in read.hints.items() if any(isinstance(ids, Tensor) for ids in hints))
             wrong = read.wrong or next(left, "")
             form.mistakes = form.mistakes + 1 if wrong else 0
             if form.mistakes == MISTAKES:
@@ -380,7 +387,7 @@ class ReadAhead:
                     )
         self.drop(read)
 
-    def drop(self, read: Read) -> None:
+    def drop(self, read: BatchRead) -> None:
         if read.number is not None and not read.look_ups:
             self.sink.abandon(read.number)
         read.number = None
@@ -406,9 +413,9 @@ class ReadAhead:
                 f"id program of {program.num_operations} operations and {program.num_constants} constants for "
                 f"{sum(program.is_known)} of {len(program.look_ups)} look-ups of a step"
             )
-        for own in program.look_ups:
-            if isinstance(own.ids, Unknown):
-                reason = f"{own.table.name}: its ids depend on {own.ids.because}"
+        for look_up in program.look_ups:
+            if isinstance(look_up.ids, Unknown):
+                reason = f"{look_up.table.name}: its ids depend on {look_up.ids.because}"
                 self._say(f"{reason}; its rows are fetched when the step asks for them")
 
     def _say(self, sentence: str) -> None:
@@ -417,19 +424,7 @@ class ReadAhead:
             print_line(sentence)
 
 
-def distinct_rows(size: int, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Ascending, without ids that a table of `size` rows does not have: the look-up will say so. `ids`: [n]."""
-    rows = ids[(ids >= 0) & (ids < size)]
-    if size > MARKED * len(rows):
-        ordered = np.sort(rows.astype(np.int32 if size <= 1 << 31 else np.int64))  # i32 sorts in half the time
-        is_next = ordered[1:] != ordered[:-1]
-        return np.append(ordered[:1], ordered[1:][is_next]).astype(np.int64)
-    marks = np.zeros(size, np.bool_)
-    marks[rows] = True
-    return np.flatnonzero(marks)
-
-
-class Source(Iterator[Any]):
+class AheadSource(Iterator[Any]):
     """The script's iterator over the batches of a loader."""
 
     def __init__(
@@ -438,8 +433,8 @@ class Source(Iterator[Any]):
         self._reading, self._number, self._batches, self.give_ids = reading, number, batches, give_ids
         self._take = batches.__next__ if isinstance(batches, Iterator) else batches
         self._generators = dict(generators_of(generators))
-        self._queue: deque[Read] = deque()
-        self._given: list[Read] = []
+        self._queue: deque[BatchRead] = deque()
+        self._given: list[BatchRead] = []
         self._left: States = {}  # at the end of the last call
         weakref.finalize(self, reading.departed.append, (self._queue, self._given)).atexit = False
 
@@ -492,13 +487,13 @@ class Source(Iterator[Any]):
         self._reading.departed.append(([*self._queue], [*self._given]))
         self._given.clear()
 
-    def accept(self, read: Read) -> None:
+    def accept(self, read: BatchRead) -> None:
         """A batch that another thread has read. It is recorded if another one has its step first."""
         self._end_turn(is_over=False)
         if not self._reading.is_closed:
             read.source = self._number
             self._reading.announce(read)
-            self._reading.hand_over(read, records=any(not own.look_ups for own in self._given))
+            self._reading.hand_over(read, records=any(not batch.look_ups for batch in self._given))
             self._given.append(read)
 
     def _end_turn(self, *, is_over: bool) -> None:
@@ -508,7 +503,7 @@ class Source(Iterator[Any]):
                 self._given.remove(read)
                 self._reading.settle(read)
 
-    def _give_ids(self, batch: Any) -> Mapping[Table, npt.NDArray[np.int64]]:
+    def _give_ids(self, batch: Any) -> Mapping[TableKey, npt.NDArray[np.int64]]:
         """What the script's function draws is put back."""
         states = self._states()
         try:
@@ -533,14 +528,14 @@ class Source(Iterator[Any]):
 
     def _read(self, states: States) -> None:
         """Reads batches as if the queued ones had been handed over, and puts the random state back."""
-        ahead = {name: own for read in self._queue for name, own in read.drew.items()}
+        ahead = {name: state for read in self._queue for name, state in read.drew.items()}
         self._set_states(ahead)
         try:
             while len(self._queue) < self._wanted():
                 read = self._reading.read(self._take, self._give_ids if self.give_ids is not no_ids else no_ids)
                 read.source = self._number
                 before = states | ahead
-                read.drew = {name: own for name, own in self._states().items() if not is_same(own, before[name])}
+                read.drew = {name: state for name, state in self._states().items() if not is_same(state, before[name])}
                 ahead |= read.drew
                 self._queue.append(read)
                 self._announce()  # other ranks hear of it while this one reads the next
@@ -570,33 +565,14 @@ class Source(Iterator[Any]):
                 self._reading.announce(read)
 
 
-class SizedSource(Source):
-    def __len__(self) -> int:
-        return len(self._batches)
-
-
-class Ahead(Iterable[Any]):
-    """A loader, each loop over which is read ahead."""
-
-    def __init__(self, reading: ReadAhead, batches: Any, give_ids: GiveIds) -> None:
-        self._reading, self._batches, self._give_ids = reading, batches, give_ids
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        with self._reading.paused():
-            own = iter(self._batches), self._give_ids, owned_by(self._batches)
-            batches: Iterator[Any] = self._reading.source(*own)
-            return batches
-
+class SizedAheadSource(AheadSource):
     def __len__(self) -> int:
         return len(self._batches)
 
 
 def is_same(state: Any, other: Any) -> bool:
     if isinstance(state, dict):
-        return isinstance(other, dict) and all(is_same(own, other.get(name)) for name, own in state.items())
+        return isinstance(other, dict) and all(is_same(value, other.get(name)) for name, value in state.items())
     if isinstance(state, np.ndarray | Tensor):
         return isinstance(other, type(state)) and bool(np.array_equal(state, other))
     return bool(state == other)

@@ -2,7 +2,7 @@
 
     objects        tried and packed: numbers, text and tensors; adopted tables and their states are left out
     rows           those that may have another value than in the last save: caught up, and returned to the prefetcher
-    prefetcher     freezes them and writes a checkpoint as those of job runs (`prefetcher/run/script_saves.py`)
+    prefetcher     freezes them and writes a checkpoint as those of job runs (`prefetcher/run/script.py`)
 
 The model state of such a checkpoint, as safetensors:
 
@@ -25,10 +25,11 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rowcast.protocol.script_setup import Columns, SaveRequest
+from rowcast.protocol.messages import SaveRequest
 from rowcast.runtime.checkpoint_manifest import (
     Manifest,
     SavedScript,
@@ -37,22 +38,24 @@ from rowcast.runtime.checkpoint_manifest import (
     newest_checkpoint,
     read_manifest,
 )
-from rowcast.runtime.children import start_child
-from rowcast.runtime.errors import ConfigError, Diverged, listed, peer_failure
-from rowcast.trainer.adopt.adopt import Doors, Run, adopted
+from rowcast.runtime.errors import ConfigError, Diverged, RowcastError, listed, peer_failure
+from rowcast.runtime.first_values import FirstValues
+from rowcast.runtime.process import start_child
+from rowcast.runtime.tensor_file import PlacedTensor, read_header
+from rowcast.trainer.adopt import records
+from rowcast.trainer.adopt.adopt import Doors, SavedRun, adopted
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.first_rows import BLOCK_ROWS, alike
 from rowcast.trainer.adopt.random_states import States, packed, unpacked
-from rowcast.trainer.adopt.ranks import ranks_of
-from rowcast.trainer.adopt.rows import Home, Records
+from rowcast.trainer.adopt.ranks import rank_and_count, ranks_of
+from rowcast.trainer.adopt.records import BLOCK_ROWS, WEIGHTS, Records, alike, values_at
+from rowcast.trainer.adopt.rows import Home
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, state_door
-from rowcast.trainer.adopt.whole_table import WEIGHTS
 from rowcast.trainer.models.model_state import Stateful, Tensors, flattened, pack, rebuilt, unpack
 
 STRUCTURE = "objects.structure"
 MOST_STEPS = 10**12 - 1
+NO_TENSOR = PlacedTensor(dtype="I64", shape=(0,), nbytes=0, start=0)
 DOOR = "adopted"  # in a structure: [the name of a table, its field]
-MOST_ROWS = 2**24  # of a table
 OBJECTS_FILE, ROWS_FILE, LOG = "objects.safetensors", "rows.safetensors", "export.log"
 
 
@@ -64,10 +67,9 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
     ranks all call it, and rank 0 writes.
 
     Raises ConfigError for objects that cannot be saved, gradients that no optimizer has stepped, and a folder of
-    another run; RowcastError if the disk fails, and the save before stays."""
+    another run; RowcastError if the disk fails: the save before stays, and the script may go on and save again."""
     doors = adopted("save")
     for table in tables_of(doors).values():
-        table.home.refuse_whole()
         if table.grad is not None and not table.is_stepped:
             raise ConfigError(
                 f"save: {table.name} has a gradient that no optimizer has stepped; save after optimizer.step(), or "
@@ -79,29 +81,30 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
         raise ConfigError(f"save(step={step!r}): a step is a whole number from 0 to {MOST_STEPS:,}")
     step = int(step)
     content, adoption, (rank, num_ranks) = state_of(objects), doors.engine, rank_and_count()
+    for home in adoption.homes:
+        home.take_back()
+        home.refuse_every_row()
     for states in gathered(pack(drawn(doors.loops.states(), rank)), adoption.homes[0].device):
         content |= unpack(states)
     if rank:
         return
     place, newest = Path(folder).resolve(), newest_of(Path(folder))
     run = run_to_save(place, newest, doors.runs.get(place), step)
-    for home in adoption.homes:
-        home.take_back()
     script = SavedScript(name=script_name(), tables=tuple(map(saved_table, adoption.homes)), num_ranks=num_ranks)
-    for own in script.tables:
-        if own.num_rows > MOST_ROWS:
-            raise ConfigError(
-                f"save: {own.name} has {own.num_rows:,} rows, and a first save, or decay, writes them all; tables of "
-                f"more than {MOST_ROWS:,} rows cannot be saved yet: save what the script needs of them by torch.save"
-            )
     is_last = newest is not None and newest.checksum == run.checksum and next(reversed(doors.runs)) == place
-    goes_on = is_last and newest is not None and newest.script == script
+    last = newest.script if newest is not None and is_last else None
+    is_smaller_anew = any(home.unsaved.are_all and home.first_values() for home in adoption.homes)
+    goes_on = last is not None and last.holding_all() == script and not is_smaller_anew
     doors.runs[place] = run  # an interrupt may end the wait below
     engine = adoption.with_all()
+    script = last if last is not None and goes_on else naming(script, adoption.homes)
     engine.begin_save()
     for home in adoption.homes:
-        send_home(home, home.unsaved_rows() if goes_on else torch.arange(len(home.here.first.lasts), device="cpu"))
-    (adoption.folder / OBJECTS_FILE).write_bytes(pack(content))
+        send_home(home, home.unsaved_rows() if goes_on else home.changed_rows())
+    try:
+        (adoption.folder / OBJECTS_FILE).write_bytes(pack(content))
+    except OSError as error:
+        raise RowcastError(f"save: {adoption.folder} cannot be written ({error.strerror}); free space there") from None
     request = SaveRequest(
         folder=str(place),
         run_id=run.run_id,
@@ -127,33 +130,30 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
     if manifest.script is None:
         raise ConfigError(f"restore: {folder} holds a run of a job; `rowcast train` continues it")
     tables, root = tables_of(doors), place / "checkpoints"
-    refuse_others(manifest.script, [saved_table(own) for own in doors.engine.homes], folder)
+    refuse_others(manifest.script, [saved_table(home) for home in doors.engine.homes], folder)
     assert manifest.dense is not None, "a script always saves objects"
     tensors = unpack(checked_file(root, manifest.dense).read_bytes())
     structure = read_json(tensors[STRUCTURE])
     refuse_other_objects(structure, objects, folder)
     rows = exported(place, manifest, doors.engine.folder / "restored")
-    for own in manifest.script.tables:
-        home = tables[own.name].home
-        names = {WEIGHTS: f"embedding_bags.{own.name}.weight"}
-        names |= {state: f"optimizer.{own.name}.{state}" for state in own.states}
-        fields = {field: rows.field(name) for field, name in names.items()}
-        places = {name: place for name, (place, _) in fields.items()}
-        weights, *states = (tensor for _, tensor in fields.values())
-        first = Records(weights, dict(zip(own.states, states, strict=True)), alike(0, (own.num_rows,), torch.int64))
-        home.restore(first, places)
-        tables[own.name].trained = None
+    for saved in manifest.script.tables:
+        home = tables[saved.name].home
+        names = {WEIGHTS: f"embedding_bags.{saved.name}.weight"}
+        names |= {state: f"optimizer.{saved.name}.{state}" for state in saved.states}
+        places = {field: rows.place(name) for field, name in names.items()}
+        ids = rows.ids(f"embedding_bags.{saved.name}.rows")
+        weights, *states = (values_at(place, len(ids)) for place in places.values())
+        trained = Records(weights, dict(zip(saved.states, states, strict=True)), alike(0, (len(ids),), torch.int64))
+        home.restore(
+            dict(zip(names, saved.first, strict=False)) if home.is_large and saved.first else places, ids, trained
+        )
+        tables[saved.name].trained = None
     for part, (_, state) in zip(objects, structure, strict=True):
         load(part, rebuilt(state, tensors), tables)
     states = read_json(tensors[f"random.{rank_and_count()[0]}.structure"])
-    doors.loops.restore(*(unpacked(rebuilt(own, tensors)) for own in states))
+    doors.loops.restore(*(unpacked(rebuilt(state, tensors)) for state in states))
     note(doors, place, manifest)
     return manifest.train_steps
-
-
-def rank_and_count() -> tuple[int, int]:
-    is_divided = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if is_divided else (0, 1)
 
 
 def gathered(content: bytes, device: torch.device) -> list[bytes]:
@@ -165,8 +165,8 @@ def gathered(content: bytes, device: torch.device) -> list[bytes]:
 
 
 def tables_of(doors: Doors) -> dict[str, AdoptedTable]:
-    found = (own.peek() for own in doors.tables.values())
-    return {own[0].name: own[0] for own in found if own is not None}
+    alive = (finalizer.peek() for finalizer in doors.tables.values())
+    return {entry[0].name: entry[0] for entry in alive if entry is not None}
 
 
 def script_name() -> str:
@@ -175,20 +175,20 @@ def script_name() -> str:
 
 def newest_of(folder: Path) -> Manifest | None:
     """Raises DataError if the newest checkpoint is damaged."""
-    found = newest_checkpoint(folder)
-    return None if found is None else read_manifest(found)
+    newest = newest_checkpoint(folder)
+    return None if newest is None else read_manifest(newest)
 
 
 def note(doors: Doors, place: Path, manifest: Manifest) -> None:
     doors.runs.pop(place, None)
-    doors.runs[place] = Run(manifest.run_id, manifest.checksum)
+    doors.runs[place] = SavedRun(manifest.run_id, manifest.checksum)
     for home in doors.engine.homes:
         home.note_saved()
 
 
-def run_to_save(place: Path, newest: Manifest | None, run: Run | None, step: int) -> Run:
+def run_to_save(place: Path, newest: Manifest | None, run: SavedRun | None, step: int) -> SavedRun:
     if newest is None:
-        return run or Run(uuid.uuid4().hex[:12], "")
+        return run or SavedRun(uuid.uuid4().hex[:12], "")
     if run is None or run.run_id != newest.run_id:
         of = "a job" if newest.script is None else newest.script.name
         raise ConfigError(
@@ -209,27 +209,35 @@ def saved_table(home: Home) -> SavedTable:
     return SavedTable(name=home.name, num_rows=num_rows, dim=dim, states=tuple(first.states))
 
 
+def naming(script: SavedScript, homes: Sequence[Home]) -> SavedScript:
+    """The same with names of first values, where there are any."""
+    pairs = zip(script.tables, homes, strict=True)
+    return structs.replace(
+        script, tables=tuple(structs.replace(table, first=home.first_values()) for table, home in pairs)
+    )
+
+
 def send_home(home: Home, ids: Tensor) -> None:
     """Raises Diverged if a row is not finite."""
-    for own in torch.split(ids.to(home.device), BLOCK_ROWS):
-        rows = home.read(own)
+    for part in torch.split(ids.to(home.device), BLOCK_ROWS):
+        rows = home.read(part)
         for name in (WEIGHTS, *rows.states):
             bad = ~rows.field(name).isfinite().all(1)
             if bool(bad.any()):
                 raise Diverged(
-                    f"row {int(own[bad][0])} of {home.name} has {name} that are not finite: training diverged; go on "
+                    f"row {int(part[bad][0])} of {home.name} has {name} that are not finite: training diverged; go on "
                     "from the last save with a lower rate"
                 )
-        home.rows.write(own, rows)
+        home.rows.write(part, rows)
 
 
-def refuse_others(script: SavedScript, own: Sequence[SavedTable], folder: str | Path) -> None:
+def refuse_others(script: SavedScript, tables: Sequence[SavedTable], folder: str | Path) -> None:
     if script.num_ranks != (count := rank_and_count()[1]):
         raise ConfigError(
             f"restore: {folder} was saved on {script.num_ranks} ranks, whose number decides the bits of a script, and "
             f"here are {count}; start it on {script.num_ranks}"
         )
-    for saved, here in zip_longest(script.tables, own):
+    for saved, here in zip_longest(script.tables, tables):
         was, now = (table and f"{table.name} [{table.num_rows:,}, {table.dim}]" for table in (saved, here))
         if was != now:
             raise ConfigError(
@@ -239,19 +247,21 @@ def refuse_others(script: SavedScript, own: Sequence[SavedTable], folder: str | 
 
 
 class ExportedRows:
-    """All rows of a checkpoint, mapped from one safetensors file."""
+    """Rows of a checkpoint in one safetensors file: all of a table, or those of a large one that its first values have
+    not."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        with path.open("rb") as file:
-            nbytes = int.from_bytes(file.read(8), "little")
-            self._header, self._begin = json.loads(file.read(nbytes)), 8 + nbytes
+        self._path, self._tensors = path, read_header(path)
 
-    def field(self, name: str) -> tuple[Columns, Tensor]:
-        """Where it is, and f32 [V, D]. What is written there stays in memory."""
-        shape, offset = self._header[name]["shape"], self._begin + self._header[name]["data_offsets"][0]
-        values = np.memmap(self._path, np.float32, "c", offset, (*shape,))
-        return Columns(width=shape[1], path=str(self._path), offset=offset), torch.from_numpy(values)
+    def place(self, name: str) -> FirstValues:
+        """Where f32 [n, D] are."""
+        tensor = self._tensors[name]
+        return FirstValues(width=tensor.shape[1], path=str(self._path), offset=tensor.start)
+
+    def ids(self, name: str) -> Tensor:
+        """Returns the numbers of the rows of a large table, i64 [n]; of others none: all rows are there."""
+        tensor = self._tensors.get(name, NO_TENSOR)
+        return torch.from_numpy(np.fromfile(self._path, np.int64, tensor.shape[0], offset=tensor.start))
 
 
 def exported(place: Path, manifest: Manifest, folder: Path) -> ExportedRows:
@@ -259,7 +269,8 @@ def exported(place: Path, manifest: Manifest, folder: Path) -> ExportedRows:
     folder.mkdir(exist_ok=True)  # the tables share the file, so it stays as long as they do
     path = folder / f"{manifest.name}.{ROWS_FILE}"
     pinned = f"--checkpoint={manifest.name}@{manifest.checksum}"
-    child = start_child("export", "rowcast", ["export", f"--run={place}", pinned, f"--out={path}"], folder / LOG)
+    rows = ["--trained-rows", f"--above={records.MOST_WHOLE}"]
+    child = start_child("export", "rowcast", ["export", f"--run={place}", pinned, f"--out={path}", *rows], folder / LOG)
     child.process.wait()
     if child.code:
         raise peer_failure(child.code, child.describe_exit())
@@ -273,28 +284,27 @@ def state_of(objects: Sequence[Stateful]) -> Tensors:
     """Raises ConfigError for an object that cannot be saved."""
     tensors: Tensors = {}
     structure = []
-    model = next((own for own in objects if isinstance(own, nn.Module)), None)
+    model = next((part for part in objects if isinstance(part, nn.Module)), None)
     for n, part in enumerate(objects):
         kind = type(part).__name__
         if not all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict")):
             raise ConfigError(f"save: a {kind} cannot be saved without state_dict and load_state_dict; leave it out")
         state = without_doors(part.state_dict(keep_vars=True) if isinstance(part, nn.Module) else part.state_dict())
-        own: Tensors = {}
-        try:
-            structure.append([kind, flattened(state, f"objects.{n}", own)])
-        except ConfigError as error:
-            raise ConfigError(f"save: {kind}: {error}") from None
+        part_tensors: Tensors = {}
+        structure.append([kind, flattened(state, f"objects.{n}", part_tensors, kind)])
         if part is model:
             names = {entry["tensor"]: f"model.{key}" for key, entry in structure[-1][1]["dict"] if "tensor" in entry}
-            own = {names.get(name, name): tensor for name, tensor in own.items()}
+            part_tensors = {names.get(name, name): tensor for name, tensor in part_tensors.items()}
             structure[-1][1] = renamed(structure[-1][1], names)
-        tensors |= own
+        tensors |= part_tensors
     return {**tensors, STRUCTURE: as_json(structure)}
 
 
 def drawn(states: Sequence[States], rank: int) -> Tensors:
     tensors: Tensors = {}
-    structure = [flattened(packed(own), f"random.{rank}.{n}", tensors) for n, own in enumerate(states)]
+    structure = [
+        flattened(packed(state), f"random.{rank}.{n}", tensors, "a generator") for n, state in enumerate(states)
+    ]
     return {**tensors, f"random.{rank}.structure": as_json(structure)}
 
 
@@ -307,7 +317,9 @@ def read_json(content: Tensor) -> Any:
 
 
 def renamed(structure: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    entries = [[key, {"tensor": names[own["tensor"]]} if "tensor" in own else own] for key, own in structure["dict"]]
+    entries = [
+        [key, {"tensor": names[entry["tensor"]]} if "tensor" in entry else entry] for key, entry in structure["dict"]
+    ]
     return {"dict": entries}
 
 
@@ -319,7 +331,7 @@ def without_doors(value: Any) -> Any:
         assert value.field.keeper is not None, "the optimizer holds it"
         return {DOOR: [value.field.keeper.name, value.field.name]}
     if isinstance(value, Mapping) and not isinstance(value, Counter):
-        return {key: without_doors(own) for key, own in value.items()}
+        return {key: without_doors(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(without_doors, value)) if type(value) in (list, tuple) else value
     return value
@@ -330,14 +342,14 @@ def with_doors(value: Any, tables: Mapping[str, AdoptedTable]) -> Any:
         name, field = value[DOOR]
         return tables[name].parameter if field == WEIGHTS else state_door(tables[name], field)
     if isinstance(value, dict) and not isinstance(value, Counter):
-        return {key: with_doors(own, tables) for key, own in value.items()}
+        return {key: with_doors(part, tables) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(with_doors(own, tables) for own in value)
+        return type(value)(with_doors(part, tables) for part in value)
     return value
 
 
 def refuse_other_objects(structure: Sequence[Any], objects: Sequence[Stateful], folder: str | Path) -> None:
-    saved, given = [kind for kind, _ in structure], [type(own).__name__ for own in objects]
+    saved, given = [kind for kind, _ in structure], [type(part).__name__ for part in objects]
     if saved != given:
         raise ConfigError(
             f"restore: {folder} has the states of {listed(saved) or 'no object'}, and was given "
@@ -350,21 +362,21 @@ def load(part: Stateful, state: Any, tables: Mapping[str, AdoptedTable]) -> None
     whole = with_doors(state, tables)
     try:
         if isinstance(part, nn.Module):
-            others = {name: own for name, own in whole.items() if not isinstance(own, TableParameter)}
-            found = part.load_state_dict(others, strict=False)
-            unlike = [*found.unexpected_keys, *({*found.missing_keys} - {*whole})]
+            others = {name: value for name, value in whole.items() if not isinstance(value, TableParameter)}
+            keys = part.load_state_dict(others, strict=False)
+            unlike = [*keys.unexpected_keys, *({*keys.missing_keys} - {*whole})]
             if unlike:
                 raise LookupError(f"{listed(unlike)}: in one of them only")
         elif isinstance(part, Optimizer):
-            kept = {index: dict(doors_of(own)) for index, own in whole["state"].items()}
+            kept = {index: dict(doors_of(state)) for index, state in whole["state"].items()}
             others = {
-                index: {name: value for name, value in own.items() if name not in kept[index]}
-                for index, own in whole["state"].items()
+                index: {name: value for name, value in state.items() if name not in kept[index]}
+                for index, state in whole["state"].items()
             }
             part.load_state_dict({**whole, "state": others})
-            parameters = [own for group in part.param_groups for own in group["params"]]
-            for index, own in kept.items():
-                part.state[parameters[index]].update(own)
+            parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+            for index, doors in kept.items():
+                part.state[parameters[index]].update(doors)
         else:
             part.load_state_dict(whole)
     except (RuntimeError, ValueError, LookupError) as error:
@@ -375,4 +387,4 @@ def load(part: Stateful, state: Any, tables: Mapping[str, AdoptedTable]) -> None
 
 
 def doors_of(state: Mapping[str, Any]) -> Iterator[tuple[str, TableState]]:
-    return ((name, own) for name, own in state.items() if isinstance(own, TableState))
+    return ((name, value) for name, value in state.items() if isinstance(value, TableState))

@@ -9,7 +9,6 @@ A dense rule also moves rows without a gradient. They catch up when they are nex
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn, cast
 from weakref import WeakKeyDictionary
@@ -23,26 +22,11 @@ from torch.utils.hooks import RemovableHandle
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.catch_up import catch_up
-from rowcast.trainer.adopt.data_parallel import refuse_alone
-from rowcast.trainer.adopt.optimizer_trial import Rule, SpotCheck, refuse_kind, remedy, settings_of, try_rule
-from rowcast.trainer.adopt.rows import Records
-from rowcast.trainer.adopt.step_log import StepLog, rows_of
+from rowcast.trainer.adopt.catch_up import SpotCheck, TriedRule, refuse_kind, remedy, settings_of, try_rule
+from rowcast.trainer.adopt.gradient_sum import refuse_alone
+from rowcast.trainer.adopt.missed_steps import StepLog, rows_of
+from rowcast.trainer.adopt.records import Records
 from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, placeholder, state_door
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Implements `rows.MissedSteps` by the log of an optimizer."""
-
-    log: StepLog
-
-    @property
-    def steps(self) -> int:
-        return self.log.steps
-
-    def __call__(self, rows: Records) -> int:
-        return catch_up(rows, self.log) if self.log.steps else 0
 
 
 class TrainedTable:
@@ -54,7 +38,7 @@ class TrainedTable:
         assert grad is not None, "a table is tried at its first step"
         self.table, self.optimizer = table, optimizer
         self.log = StepLog(type(optimizer))
-        rule, device = Rule(type(optimizer), settings_of(optimizer, group), grad.is_sparse), table.parameter.device
+        rule, device = TriedRule(type(optimizer), settings_of(optimizer, group), grad.is_sparse), table.parameter.device
         kept = try_rule(rule, table.name, table.dim, device)
         self._spot = SpotCheck(rule.kind, kept, device)
         if kept.moves:
@@ -62,9 +46,9 @@ class TrainedTable:
         loaded = {name: one_value(state) for name, state in rows_of(self._state).items() if state.shape == table.shape}
         fields = {name: getattr(state, "field", None) for name, state in loaded.items()}
         if table.home.is_restored and fields == {name: table.home.whole(name) for name in kept.first}:
-            table.home.go_on(kept.first, Replay(self.log))
+            table.home.go_on(kept.first, self.log)
         else:
-            table.home.begin_states({**kept.first, **loaded}, Replay(self.log))
+            table.home.begin_states({**kept.first, **loaded}, self.log)
         table.read_again()
         self._doors: dict[str, TableState] = {}
         self._left = rows_of(self._state)  # as the last step left them
@@ -77,7 +61,7 @@ class TrainedTable:
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """False: the script has made another one, or has loaded or reset its state."""
-        return optimizer is self.optimizer and all(self._state.get(name) is own for name, own in self._left.items())
+        return optimizer is self.optimizer and all(self._state.get(name) is state for name, state in self._left.items())
 
     def before_step(self, group: dict[str, Any]) -> None:
         table, parameter = self.table, self.table.parameter

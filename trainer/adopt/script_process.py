@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -13,14 +14,13 @@ import torch
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
+from rowcast.protocol.conversation import ProcessProgress
 from rowcast.protocol.messages import StopRequest
-from rowcast.protocol.peer_watch import ProcessProgress
-from rowcast.runtime.children import Child, start_child
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import PeerLost, RowcastError, peer_failure
 from rowcast.runtime.machine import Machine
+from rowcast.runtime.process import Child, start_child
 from rowcast.runtime.run_directory import RunDirectory
-from rowcast.runtime.stages import Doorbell
+from rowcast.runtime.stages import Crew, Doorbell
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.trainer.adopt.script_engine import ScriptEngine
@@ -28,7 +28,7 @@ from rowcast.trainer.device.cuda import adopted_streams
 from rowcast.trainer.device.streams import Streams, on_device
 from rowcast.trainer.models.model_state import Tensors
 from rowcast.trainer.report.results import EvaluationOnly
-from rowcast.trainer.run.connection import Connection
+from rowcast.trainer.run.connection import PrefetcherConnection
 from rowcast.trainer.step.engine import TrainerEngine
 from rowcast.trainer.step.metrics import new_counters
 
@@ -51,7 +51,7 @@ class NoModel:
 
 
 class ScriptProcess:
-    """Implements `script_engine.Run`. The script's thread calls it."""
+    """The script's thread calls it."""
 
     def __init__(self, job: Job, job_file: Path, device: torch.device) -> None:
         """Starts the prefetcher, and waits for it. Raises RowcastError after closing everything."""
@@ -70,14 +70,16 @@ class ScriptProcess:
         self._stack.callback(self._child.terminate, CHILD_END_S)
         health = Health(dead_stage=self._crew.dead_stage)
         counters = new_counters(group_specs(job))
-        self._connection = Connection(job, job.transport, self._crew, health, counters, device)
+        self._connection = PrefetcherConnection(job, job.transport, self._crew, health, counters, device)
         self._connection.adjust_progress = with_the_scripts_time
         try:
             self._stack.enter_context(self._connection)
             engine = self._meet(self._child)
         except BaseException as error:  # noqa: BLE001 - any error ends the engine
             raise self._failed(error) from None
-        self.engine = ScriptEngine(engine, device, job.lookahead.horizon_batches, self)
+        self.engine = ScriptEngine(
+            engine, device, job.lookahead.horizon_batches, self.drive, partial(self._crew.wake, "sender")
+        )
 
     def _meet(self, child: Child) -> TrainerEngine:
         machine = Machine(threads=torch.get_num_threads(), facts=())
@@ -87,9 +89,6 @@ class ScriptProcess:
         return self._connection.start(
             adopted_streams, lambda records, clock: (NoModel(), None), EvaluationOnly(self._folder)
         )
-
-    def wake(self, thread: str) -> None:
-        self._crew.wake(thread)
 
     def drive(self, until: Callable[[], bool]) -> None:
         """An interrupt (Ctrl-C) ends it early and is raised then: the script may save its tables."""

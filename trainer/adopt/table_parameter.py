@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.first_rows import is_large
+from rowcast.trainer.adopt.records import is_large, positions
 from rowcast.trainer.adopt.row_gradient import as_plain, attribute_of, ids_of, is_basic, split, words
-from rowcast.trainer.adopt.rows import positions
-from rowcast.trainer.adopt.whole_table import TableView, WholeField
+from rowcast.trainer.adopt.whole_table import WholeField, WholeView
 
 # their arguments, with defaults
 LOOK_UPS = {
@@ -97,7 +96,7 @@ class TableParameter(nn.Parameter):
             return func(torch.empty(first.table.shape, device="meta"), *args[1:], **kwargs)
         if torch.is_grad_enabled() and name not in READS:
             if name == "clone" and first.requires_grad:
-                return Snapshot.apply(torch.zeros((), requires_grad=True, device="cpu"), first)  # type: ignore[no-untyped-call]
+                return TableCopy.apply(torch.zeros((), requires_grad=True, device="cpu"), first)  # type: ignore[no-untyped-call]
             if name in ("numpy", "__array__"):
                 with as_plain():
                     return func(*args, **kwargs)  # torch refuses it: the parameter takes gradients
@@ -179,7 +178,7 @@ def through_doors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
     return args[0] if args and result is args_opened[0] else result
 
 
-class Snapshot(torch.autograd.Function):
+class TableCopy(torch.autograd.Function):
     """A copy of a whole table, which may be looked at and not trained through."""
 
     @staticmethod
@@ -301,7 +300,7 @@ def set_data(parameter: TableParameter, data: Tensor) -> None:
             f"{list(table.shape)} of torch.float32; leave it on the device by keep=[{table.name!r}], or let autocast "
             "cast what was looked up"
         )
-    if data.device != parameter.device and (isinstance(data, TableParameter) or not isinstance(data, TableView)):
+    if data.device != parameter.device and (isinstance(data, TableParameter) or not isinstance(data, WholeView)):
         with as_plain():
             parameter.data = placeholder(table.shape, data.dtype, data.device)
         table.move(data.device)
@@ -312,8 +311,8 @@ def set_data(parameter: TableParameter, data: Tensor) -> None:
         return
     field = table.home.repoint(data)
     if type(data) is Tensor:  # it is the table now, as in torch
-        data.__class__ = TableView
-        cast(TableView, data).field = field
+        data.__class__ = WholeView
+        cast(WholeView, data).field = field
 
 
 def refuse_whole(operation: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:

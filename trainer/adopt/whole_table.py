@@ -25,8 +25,6 @@ from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.row_gradient import ADDS, RowGradient, Rows, as_plain, copied, looked_up, shares_memory
 
-WEIGHTS = "weights"  # the name of their field
-
 
 class Keeper(Protocol):
     """Keeps a table's rows: `rows.Home`."""
@@ -62,7 +60,7 @@ class WholeField:
         assert self.array is not None, "it is made at the first use"
         return self.array
 
-    def view(self) -> "TableView":
+    def view(self) -> "WholeView":
         return view_of(self.tensor(), self)
 
     def is_changed(self) -> bool:
@@ -89,7 +87,7 @@ class WholeField:
         return bool(self.memories)
 
 
-class TableView(Tensor):
+class WholeView(Tensor):
     """The array of a field, or a view of it."""
 
     field: WholeField
@@ -100,12 +98,12 @@ class TableView(Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         leaves = tree_leaves((args, kwargs))
-        views = [leaf for leaf in leaves if isinstance(leaf, TableView)]
+        views = [leaf for leaf in leaves if isinstance(leaf, WholeView)]
         for view in views:
             if view.field.keeper is not None:
                 view.field.keeper.refresh(view.field)
         first: Any = args[0] if args else None
-        if isinstance(first, TableView):
+        if isinstance(first, WholeView):
             if name in ("numpy", "__array__"):
                 return in_numpy(first, *args[1:], **kwargs)
             if name == "detach_":
@@ -120,7 +118,7 @@ class TableView(Tensor):
                 return first.plain().clone()
         gradients = [leaf for leaf in leaves if isinstance(leaf, RowGradient)]
         if gradients:
-            is_sum = name in ADDS and isinstance(first, TableView) and first.shape == gradients[0].shape
+            is_sum = name in ADDS and isinstance(first, WholeView) and first.shape == gradients[0].shape
             if is_sum and first.field.keeper is not None:
                 return by_rows(first.field.keeper, func, first, gradients[0].rows, args, kwargs)
             args, kwargs = tree_map(copied, (args, kwargs))
@@ -134,13 +132,13 @@ class TableView(Tensor):
             return self.as_subclass(Tensor)
 
 
-def view_of(plain: Tensor, field: WholeField) -> TableView:
-    view: TableView = plain.as_subclass(TableView)
+def view_of(plain: Tensor, field: WholeField) -> WholeView:
+    view: WholeView = plain.as_subclass(WholeView)
     view.field = field
     return view
 
 
-def seen(result: Any, views: list[TableView]) -> Any:
+def seen(result: Any, views: list[WholeView]) -> Any:
     """What shares memory with a view is one."""
     if type(result) is Tensor:
         for view in views:
@@ -149,7 +147,7 @@ def seen(result: Any, views: list[TableView]) -> Any:
     return result
 
 
-def by_rows(keeper: Keeper, func: Any, target: TableView, rows: Rows, args: Any, kwargs: Any) -> TableView:
+def by_rows(keeper: Keeper, func: Any, target: WholeView, rows: Rows, args: Any, kwargs: Any) -> WholeView:
     """A script that steps by hand: `weight.data.add_(weight.grad, alpha=-lr)`."""
     if not rows.is_by_rows:
         raise RowcastError(
@@ -174,7 +172,7 @@ def say_of_hand(table: str) -> None:
 # NumPy
 
 
-class Memory:
+class NumpyMemory:
     """Memory that NumPy arrays have: it lives as long as one of them."""
 
     def __init__(self, tensor: Tensor, *, writeable: bool) -> None:
@@ -193,10 +191,10 @@ class ReadOnlyRows(np.ndarray[Any, Any]):
         super().__setitem__(index, value)
 
 
-def in_numpy(view: TableView, dtype: Any = None, **options: Any) -> npt.NDArray[Any]:
+def in_numpy(view: WholeView, dtype: Any = None, **options: Any) -> npt.NDArray[Any]:
     field, keeper = view.field, view.field.keeper
     writeable = keeper is None or not keeper.is_sealed
-    memory = Memory(view.plain().detach(), writeable=writeable)
+    memory = NumpyMemory(view.plain().detach(), writeable=writeable)
     field.memories.append(weakref.ref(memory))
     if writeable and field.checksum is None:
         field.checksum = field.sum()
@@ -206,7 +204,7 @@ def in_numpy(view: TableView, dtype: Any = None, **options: Any) -> npt.NDArray[
     return array if dtype is None else array.astype(dtype, copy=False)
 
 
-def lend(view: TableView) -> None:
+def lend(view: WholeView) -> None:
     """Others get the memory, and nobody sees when they leave it."""
     field, keeper = view.field, view.field.keeper
     if keeper is None:

@@ -229,7 +229,7 @@ def device_name(device: torch.device) -> str:
 def float32_products(device: torch.device) -> str:
     """Returns `whole`, or the precision that torch was told to use instead."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    return {"none": "whole", "ieee": "whole"}.get(found := str(backend.matmul.fp32_precision), found)
+    return {"none": "whole", "ieee": "whole"}.get(precision := str(backend.matmul.fp32_precision), precision)
 
 
 def make_streams(device: torch.device) -> Streams:

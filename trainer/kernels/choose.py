@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,15 +19,26 @@ from rowcast.job.file import parse_job
 from rowcast.job.models import DLRMSettings
 from rowcast.job.schema import Job
 from rowcast.job.tables import GroupSpec, group_specs, possible_groups
-from rowcast.protocol.arrange import arrange_each, first_not_ordered, first_not_rising
+from rowcast.protocol.plan import arrange_each, first_not_ordered, first_not_rising
+from rowcast.protocol.plan_layout import LookupArrays
+from rowcast.runtime.arrays import F32, I32
+from rowcast.runtime.disk import use_safe_caches
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.safe_files import use_safe_caches
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
-from rowcast.trainer.device.row_moves import gather_each, scatter_each
-from rowcast.trainer.device.streams import on_device
-from rowcast.trainer.kernels import GroupLookup, Kernels, RecordViews, interaction, part_of, rows_of, rule_at, torch_ops
-from rowcast.trainer.kernels.interaction import Interaction
-from rowcast.trainer.kernels.lookups import group_lookup, lookup_arrays, moved
+from rowcast.trainer.device.streams import gather_each, on_device, scatter_each
+from rowcast.trainer.kernels import (
+    Chunks,
+    GroupLookup,
+    Kernels,
+    RecordViews,
+    SlotArranger,
+    cut_long_rows,
+    part_of,
+    rows_of,
+    rule_at,
+    torch_ops,
+)
+from rowcast.trainer.kernels.torch_ops import Interaction
 
 NUM_ROWS, NUM_LOOKUPS, NUM_STEPS = 1000, 2500, 2
 LONGEST_BAG = 4
@@ -66,21 +79,21 @@ def first_difference(kernels: Kernels, groups: Sequence[GroupSpec], device: torc
     generator = torch.Generator().manual_seed(1)
     for group in groups:
         for trial in trials(group, generator, device):
-            own = random_records(group, generator).to(device)
-            expected = own.clone()
+            records = random_records(group, generator).to(device)
+            expected = records.clone()
             for step in range(NUM_STEPS):
                 grad = random_gradient(trial.num_bags, group.embedding_dim, generator).to(device)
                 rule = replace(rule_at(group.optimizer, step), lr=LR)
                 pooled = []
-                for group_records, implementation in ((own, kernels), (expected, torch_ops)):
+                for group_records, implementation in ((records, kernels), (expected, torch_ops)):
                     rows = rows_of(group_records, group)
                     pooled.append(implementation.lookup(rows, trial.lookup, trial.divisors))
                     implementation.update(rows, grad, trial.lookup, trial.divisors, rule)
                 if not equal_bits(*pooled):
                     return f"look-ups of {trial.name} in {group.name}"
-                if not (equal_bits if exact else partial(equal_but_for_roundings, group))(own, expected):
+                if not (equal_bits if exact else partial(equal_but_for_roundings, group))(records, expected):
                     return f"updates by {trial.name} in {group.name}"
-                own.copy_(expected)  # roundings do not accumulate, and look-ups read equal rows
+                records.copy_(expected)  # roundings do not accumulate, and look-ups read equal rows
     return None
 
 
@@ -138,11 +151,11 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 def equal_but_for_roundings(group: GroupSpec, one: Tensor, other: Tensor) -> bool:
     """Compares records f32 [n, record_floats], field by field. NaN differs from every value."""
     for part in group.parts:
-        own, expected = part_of(one, part), part_of(other, part)
-        tolerance = TOLERANCE[own.dtype]
-        own, expected = own.float(), expected.float()
+        values, expected = part_of(one, part), part_of(other, part)
+        tolerance = TOLERANCE[values.dtype]
+        values, expected = values.float(), expected.float()
         allowed = tolerance * expected.abs() + OF_LARGEST * expected.abs().max()
-        if not torch.all((own - expected).abs() <= allowed):
+        if not torch.all((values - expected).abs() <= allowed):
             return False
     return True
 
@@ -176,12 +189,12 @@ def compiled_kernels(job: Job | None) -> Kernels:
 
     LoopCache.say = get_logger().warning
     compiled = CompiledOps(torch.get_num_threads())
-    found = None if job is None else differing(CompiledOps, possible_groups(job))
-    if found is None:
+    differing_result = None if job is None else differing(CompiledOps, possible_groups(job))
+    if differing_result is None:
         return compiled
     get_logger().warning(
         "compiled kernels have other bits than torch here, so plain torch operations serve, which are slower",
-        differ=found,
+        differ=differing_result,
     )
     return torch_ops
 
@@ -268,20 +281,20 @@ def choose_interaction(device: torch.device, kernels: str, num_features: int, di
     `kernels`: the job's `trainer.kernels`. Raises ConfigError if the check makes the device unusable.
     """
     if device.type != "cuda" or kernels == "torch":
-        return interaction
+        return torch_ops
     try:
-        from rowcast.trainer.kernels import triton_interaction
+        from rowcast.trainer.kernels import triton_ops
 
         with on_device(device):
-            found = interaction_difference(triton_interaction, device, num_features, dim)
+            found = interaction_difference(triton_ops, device, num_features, dim)
     except Exception as error:  # noqa: BLE001 - Triton, its compilers and the driver raise errors of many types
         cause = f"{type(error).__name__}: {error}"
         refuse_if_lost(device, cause)
         found = cause
     if found is None:
-        return triton_interaction
+        return triton_ops
     get_logger().warning("interaction in plain torch operations, which is slower", device=str(device), cause=found)
-    return interaction
+    return torch_ops
 
 
 def interaction_difference(
@@ -296,11 +309,11 @@ def interaction_difference(
     )
     bottom, features, grad = (torch.randn(shape, generator=generator, device="cpu").to(device) for shape in shapes)
     pairs = {
-        "products": ((kernels.forward(bottom, features),), (interaction.forward(bottom, features),)),
-        "gradients": (kernels.backward(bottom, features, grad), interaction.backward(bottom, features, grad)),
+        "products": ((kernels.forward(bottom, features),), (torch_ops.forward(bottom, features),)),
+        "gradients": (kernels.backward(bottom, features, grad), torch_ops.backward(bottom, features, grad)),
     }
-    for name, (own, expected) in pairs.items():
-        if not all(map(equal_bits, own, expected)):
+    for name, (result, expected) in pairs.items():
+        if not all(map(equal_bits, result, expected)):
             return f"{name} differ from those of torch"
     return None
 
@@ -308,3 +321,57 @@ def interaction_difference(
 def use(device: torch.device) -> None:
     """Raises RuntimeError if an operation on the device fails."""
     torch.ones(1, device=device).item()
+
+
+Ints = npt.NDArray[np.integer[Any]]
+Arrays = TypeVar("Arrays", bound=LookupArrays[npt.NDArray[Any]])
+
+
+def lookup_arrays(
+    rows: Ints, slots: I32, counts: Ints | None = None, weights: F32 | None = None, sequence_offsets: I32 | None = None
+) -> LookupArrays[npt.NDArray[Any]]:
+    """`rows` [N]: any numbers in the order of the keys. `slots` [N]: of each look-up's row. `counts` [G]: the look-ups
+    of each bag; None: one each. Weights and offsets as in `LookupArrays`."""
+    _, firsts, uses = np.unique(rows, return_index=True, return_counts=True)
+    order = np.argsort(rows, kind="stable").astype(np.int32)
+    return LookupArrays(
+        slots=slots,
+        unique_slots=slots[firsts],
+        segment_offsets=bounds(uses),
+        bag_order=order if counts is None else np.repeat(np.arange(len(counts), dtype=np.int32), counts)[order],
+        lookup_order=None if weights is None else order,
+        offsets=None if counts is None else bounds(counts),
+        weights=weights,
+        sequence_offsets=sequence_offsets,
+    )
+
+
+def arranged(arrays: Arrays, group: GroupSpec) -> Arrays:
+    """Returns the look-ups of a plan with `slots` and `bag_order` instead of `order`."""
+    if arrays.order is None:
+        return arrays
+    slots, bag_order = np.empty(len(arrays.order), np.int32), np.empty(len(arrays.order), np.int32)
+    given = (arrays.order, arrays.segment_offsets, arrays.unique_slots, slots, bag_order)
+    plan = (0, len(slots), len(arrays.unique_slots), *(array.ctypes.data for array in given))
+    SlotArranger([group]).arrange(len(slots) // group.num_features, [plan])
+    return replace(arrays, order=None, slots=slots, bag_order=bag_order)
+
+
+def bounds(counts: Ints) -> I32:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def group_lookup(arrays: LookupArrays[npt.NDArray[Any]], batch_size: int) -> GroupLookup:
+    """Returns a step's look-ups on the CPU; `arrays` may be a plan's. Uses the same memory."""
+    sequences = arrays.sequence_offsets
+    return GroupLookup(
+        batch_size=batch_size,
+        sequence_lookups=() if sequences is None else tuple(sequences[:, -1].tolist()),
+        chunks=Chunks(*map(torch.from_numpy, cut_long_rows(arrays.segment_offsets))),
+        **{name: torch.from_numpy(array) for name, array in arrays.named().items()},
+    )
+
+
+def moved(lookup: GroupLookup, device: torch.device) -> GroupLookup:
+    arrays = {name: array.to(device) for name, array in lookup.named().items()}
+    return replace(lookup, chunks=Chunks(*(array.to(device) for array in lookup.chunks)), **arrays)

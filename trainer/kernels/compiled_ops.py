@@ -70,15 +70,15 @@ class Gradients(NamedTuple):
     divisors: F32  # [G] of the bags; empty: all are 1
 
 
-class Step:
+class CompiledStep:
     """The work of several groups in one step."""
 
     def __init__(self, pool: ThreadPool, groups: Sequence[Group], pooled: Sequence[Tensor]) -> None:
         """`pooled`: of each group's bags, or their gradients. The arguments' memory must stay while this is used."""
         self._pool = pool
         self.lookups = [lookup for _, lookup, _ in groups]
-        self.dims = [own.shape[1] for own in pooled]
-        self.groups = np.array([group_of(*group, own) for group, own in zip(groups, pooled, strict=True)], GROUP)
+        self.dims = [rows.shape[1] for rows in pooled]
+        self.groups = np.array([group_of(*group, rows) for group, rows in zip(groups, pooled, strict=True)], GROUP)
 
     def share(self, work: Callable[[I64], None], ranges: I64, starts: str) -> None:
         """Calls work(ranges), which threads divide. `starts`: the array that says where each group's items begin; it
@@ -86,8 +86,8 @@ class Step:
         if self._pool.num_threads == 1:
             work(ranges)
             return
-        found = [getattr(own, starts) for own in self.lookups]
-        sizes = [None if own is None else own.numpy() for own in found]
+        offsets = [getattr(lookup, starts) for lookup in self.lookups]
+        sizes = [None if array is None else array.numpy() for array in offsets]
         units = [
             self.dims[g] * (end - first if sizes[g] is None else int(sizes[g][end] - sizes[g][first]))
             for g, first, end, *_ in ranges.tolist()
@@ -142,7 +142,7 @@ def flat(tensor: Tensor) -> F32:
     return array
 
 
-def sum_rows(step: Step, ranges: I64, num_floats: int) -> Tensor:
+def sum_rows(step: CompiledStep, ranges: I64, num_floats: int) -> Tensor:
     """Returns the gradients f32 [num_floats] of the ranges' rows."""
     row_grads = floats(num_floats)
     step.share(partial(sum_each, step.groups, row_grads.numpy()), ranges, "segment_offsets")
@@ -282,7 +282,7 @@ MIN_FLOATS = 2**16  # the least work that is worth waking a thread for
 
 
 @cache  # when it is first needed: the files of the row optimizers import this one
-def updates() -> dict[str, Callable[[Step, Rule], None]]:
+def updates() -> dict[str, Callable[[CompiledStep, Rule], None]]:
     """The compiled updates, by the row optimizer's name."""
     return {name: file.update for name, file in row_optimizers.having("update").items()}
 
@@ -302,17 +302,17 @@ class CompiledOps:
         ends = list(accumulate((bags * dim for bags, dim in shapes), initial=0))
         memory = floats(ends[-1])
         pooled = [memory[first:end].view(shape) for first, end, shape in zip(ends[:-1], ends[1:], shapes, strict=True)]
-        step = Step(self._pool, groups, pooled)
+        step = CompiledStep(self._pool, groups, pooled)
         are_served = [rows.weight.dtype == torch.float32 for rows, _, _ in groups]
-        ranges = [(g, 0, len(own), 0, 0) for g, own in enumerate(pooled) if are_served[g]]
+        ranges = [(g, 0, len(rows), 0, 0) for g, rows in enumerate(pooled) if are_served[g]]
         step.share(partial(look_up, step.groups), ranges_of(ranges), "offsets")
         pairs = zip(groups, pooled, are_served, strict=True)
-        return [own if is_served else torch_ops.lookup(*group) for group, own, is_served in pairs]
+        return [rows if is_served else torch_ops.lookup(*group) for group, rows, is_served in pairs]
 
     def reduce(self, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
         dim, size = pooled_grad.shape[1], len(group.unique_slots)
         absent = RecordViews(weight=floats(0, dim), master=None, states=())
-        step = Step(self._pool, [(absent, group, divisors)], [pooled_grad := pooled_grad.contiguous()])
+        step = CompiledStep(self._pool, [(absent, group, divisors)], [pooled_grad := pooled_grad.contiguous()])
         return sum_rows(step, ranges_of([(0, 0, size, 0, 0)]), size * dim).view(size, dim)
 
     def apply(self, rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
@@ -334,7 +334,7 @@ class CompiledOps:
             else:
                 self.apply(rows, lookup.unique_slots, self.reduce(grad, lookup, divisors), rule)
         if served:
-            updates()[rule.kind](Step(self._pool, served, grads), rule)
+            updates()[rule.kind](CompiledStep(self._pool, served, grads), rule)
 
 
 def num_bags(group: GroupLookup) -> int:

@@ -8,24 +8,39 @@ gets the records themselves.)
 The row optimizers (`row_optimizers/`) do the operations of torch.optim on whole tables, in the same order, on
 contiguous blocks [U, width] of a batch's rows. Their bits do not depend on how rows are cut into blocks, so gathered
 rows and whole tables agree.
+
+The fused interaction (`model.interaction = "fused"`) is the dot products of all pairs of a sample's vectors:
+
+    vectors     v0 = bottom output, v1 = feature 0, v2 = feature 1, ...         f32 [B, D] each
+    result      | v0 | v1.v0 | v2.v0 | v2.v1 | v3.v0 | ...                      f32 [B, D + F * (F + 1) / 2]
+
+Each product and each sum is rounded. A dot product adds the D products by neighbours: the first two, the next two and
+so on, then these sums, with zeros up to a power of two. The gradient of a vector starts from 0.0, or from the direct
+gradient of v0, and adds the other vectors' shares, v0's first.
 """
+
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers
+from rowcast.job.embedding_tables import RowType
+from rowcast.trainer.kernels import DTYPES, GroupLookup, Kernels, RecordViews, Rule, row_optimizers
 
 # (weight, states, row_grads, rule): in place on blocks f32 [U, width] of the weight and of each state
 RULES = {name: module.train for name, module in row_optimizers.having("train").items()}
 
 
 def lookup(rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
-    found = rows.weight.index_select(0, group.slots).float()
+    looked_up = rows.weight.index_select(0, group.slots).float()
     if group.weights is not None:
-        found *= group.weights[:, None]
+        looked_up *= group.weights[:, None]
     if group.offsets is None:
-        return found.add_(0.0)  # the sum of one row, starting from 0: -0.0 becomes 0.0
-    pooled = segment_sum(found, torch.arange(len(found), dtype=torch.int32, device=found.device), group.offsets)
+        return looked_up.add_(0.0)  # the sum of one row, starting from 0: -0.0 becomes 0.0
+    pooled = segment_sum(
+        looked_up, torch.arange(len(looked_up), dtype=torch.int32, device=looked_up.device), group.offsets
+    )
     return pooled if divisors is None else pooled.div_(divisors)
 
 
@@ -72,3 +87,97 @@ def segment_sum(source: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
         return source.new_zeros(len(offsets) - 1, source.shape[1])
     summed: Tensor = torch.embedding_bag(source.contiguous(), index, offsets, mode=0, include_last_offset=True)[0]
     return summed
+
+
+def taken(looked_up: Tensor, dtype: RowType) -> Tensor:
+    """Returns what a model takes of a table, f32 [n, width], of pooled rows or of rows without pooling. `dtype`:
+    `ranks.gradients`. The gradient is rounded on its way back too. `Snapshot.taken` is the same without torch."""
+    return looked_up.to(DTYPES[dtype]).float()
+
+
+def with_gradients(kernels: Kernels, dtype: RowType) -> Kernels:
+    return kernels if dtype == "fp32" else RoundedGradients(kernels)
+
+
+class RoundedGradients:
+    """Implements `Kernels`. What a look-up gives, and its gradient, have values of bf16, wherever they were pooled.
+    Between `reduce` and `apply` gradients are bf16, and so are sums of them."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def lookup(self, rows: RecordViews, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+        return taken(self._kernels.lookup(rows, group, divisors), "bf16")
+
+    def reduce(self, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None) -> Tensor:
+        """Returns bf16 [U, D]. -0.0, to which the smallest are rounded, becomes 0.0 as in a sum: a part without the row
+        adds 0.0."""
+        return self._kernels.reduce(pooled_grad.bfloat16().float(), group, divisors).bfloat16().add_(0.0)
+
+    def apply(self, rows: RecordViews, unique_slots: Tensor, row_grads: Tensor, rule: Rule) -> None:
+        """`row_grads`: bf16 [U, D]."""
+        self._kernels.apply(rows, unique_slots, row_grads.float(), rule)
+
+    def update(
+        self, rows: RecordViews, pooled_grad: Tensor, group: GroupLookup, divisors: Tensor | None, rule: Rule
+    ) -> None:
+        self.apply(rows, group.unique_slots, self.reduce(pooled_grad, group, divisors), rule)
+
+
+BLOCK_FLOATS = 2**22  # of a temporary; samples are independent, so blocks of them change no bits
+
+
+class Interaction(Protocol):
+    """Implemented by modules. Called on the compute stream, without autograd or waits for the device."""
+
+    def forward(self, bottom: Tensor, features: Tensor) -> Tensor:
+        """Returns the result. bottom f32 [B, D]; features f32 [F, B, D]; both contiguous."""
+
+    def backward(self, bottom: Tensor, features: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of bottom and features. grad f32 [B, D + F * (F + 1) / 2], contiguous."""
+
+
+def forward(bottom: Tensor, features: Tensor) -> Tensor:
+    num_features, (batch_size, dim) = len(features), bottom.shape
+    result = bottom.new_empty(batch_size, dim + num_features * (num_features + 1) // 2)
+    result[:, :dim] = bottom
+    for first, end in blocks(features):
+        vectors = torch.cat([bottom[None, first:end], features[:, first:end]])
+        at = dim
+        for i in range(1, len(vectors)):
+            result[first:end, at : at + i] = neighbour_sums(vectors[:i] * vectors[i]).T
+            at += i
+    return result
+
+
+def backward(bottom: Tensor, features: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    dim = bottom.shape[1]
+    bottom_grad, feature_grads = torch.empty_like(bottom), torch.empty_like(features)
+    for first, end in blocks(features):
+        vectors = torch.cat([bottom[None, first:end], features[:, first:end]])
+        grads = torch.zeros_like(vectors)
+        grads[0] = grad[first:end, :dim]
+        for j in range(len(vectors)):
+            below = grad[first:end, dim + j * (j - 1) // 2 : dim + j * (j + 1) // 2].T
+            above = [grad[first:end, dim + i * (i - 1) // 2 + j] for i in range(j + 1, len(vectors))]
+            grads[:j] += below[:, :, None] * vectors[j]
+            if above:
+                grads[j + 1 :] += torch.stack(above)[:, :, None] * vectors[j]
+        bottom_grad[first:end], feature_grads[:, first:end] = grads[0], grads[1:]
+    return bottom_grad, feature_grads
+
+
+def blocks(features: Tensor) -> Iterator[tuple[int, int]]:
+    num_features, batch_size, dim = features.shape
+    samples = max(1, BLOCK_FLOATS // max(1, num_features * dim))
+    for first in range(0, batch_size, samples):
+        yield first, min(first + samples, batch_size)
+
+
+def neighbour_sums(products: Tensor) -> Tensor:
+    """f32 [..., D] -> [...]."""
+    width = 1 << (products.shape[-1] - 1).bit_length()
+    sums = torch.nn.functional.pad(products, (0, width - products.shape[-1]))
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    return sums[..., 0]

@@ -3,6 +3,11 @@
 `update` is one launch, and a second one if the batch has long rows. There are no atomics and no sorting: the plan has
 grouped the look-ups, and every sum has one order, given in `trainer.kernels`. So a step always has the same bits, with
 any block table.
+
+The fused interaction: a program has one sample, whose vectors it reads once.
+
+    forward     v[0], ..., v[i - 1] times v[i], for each i; only the pairs i > j, in tiles of 2, 4, 8, ... vectors
+    backward    all gradients together, one vector's share after the other
 """
 
 from collections.abc import Iterable
@@ -16,12 +21,19 @@ from torch import Tensor
 from triton.runtime import driver
 
 import rowcast.protocol.plan
-import rowcast.trainer.kernels.derived
+import rowcast.trainer.kernels
 from rowcast.job.optimizers import ROW_OPTIMIZERS
 from rowcast.job.tables import ALIGNMENT, aligned
 from rowcast.trainer.kernels import GroupLookup, RecordViews, Rule, row_optimizers, torch_ops
-from rowcast.trainer.kernels.triton_code import device, row_sums
-from rowcast.trainer.kernels.triton_kernels import apply_kernel, join_kernel, lookup_kernel, segments_kernel
+from rowcast.trainer.kernels.triton_kernels import (
+    apply_kernel,
+    device,
+    join_kernel,
+    kernel,
+    lookup_kernel,
+    row_sums,
+    segments_kernel,
+)
 
 Options = dict[str, Any]
 RULES = row_optimizers.having("train_block")
@@ -152,7 +164,7 @@ def run_update(
     segments_kernel[(programs,)](
         pooled_grad.contiguous(), divisors, group.weights, group.bag_order, group.lookup_order, group.segment_offsets,
         long_rows, chunk_offsets, chunk_rows, sums, *result, num_rows, num_chunks,
-        CHUNK=rowcast.trainer.kernels.derived.CHUNK_LOOKUPS, CHUNK_ROWS=blocks.chunk.rows,
+        CHUNK=rowcast.trainer.kernels.CHUNK_LOOKUPS, CHUNK_ROWS=blocks.chunk.rows,
         CHUNK_UNROLL=blocks.chunk.unroll, SUM_STRIDE=sum_stride, **options,
     )  # fmt: skip
     if num_long:
@@ -187,8 +199,8 @@ def layout_of(rows: RecordViews) -> tuple[int, int, int]:
 def rounded() -> Options:
     """Each operation is rounded separately, and denormal numbers are not flushed to zero: AMD's default, without this
     option."""
-    own = {} if torch.version.hip else {"enable_reflect_ftz": False}
-    return {"enable_fp_fusion": False, **own}
+    of_backend = {} if torch.version.hip else {"enable_reflect_ftz": False}
+    return {"enable_fp_fusion": False, **of_backend}
 
 
 @lru_cache
@@ -243,3 +255,104 @@ def padded(dim: int, item_bytes: int, record_bytes: int) -> int:
 
 def cdiv(count: int, size: int) -> int:
     return -(-count // size)
+
+
+WARP_FLOATS = 2**10  # of a tile of all vectors, for a warp
+MOST_WARPS = 8
+
+
+def forward(bottom: Tensor, features: Tensor) -> Tensor:
+    num_features, (batch_size, dim) = len(features), bottom.shape
+    result = bottom.new_empty(batch_size, dim + num_features * (num_features + 1) // 2)
+    if batch_size:
+        interact_kernel[(batch_size,)](bottom, features, result, batch_size, **interaction_options(num_features, dim))
+    return result
+
+
+def backward(bottom: Tensor, features: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    bottom_grad, feature_grads = torch.empty_like(bottom), torch.empty_like(features)
+    if len(bottom):
+        interact_backward_kernel[(len(bottom),)](
+            bottom, features, grad, bottom_grad, feature_grads, len(bottom), **interaction_options(*features.shape[::2])
+        )
+    return bottom_grad, feature_grads
+
+
+def interaction_options(num_features: int, dim: int) -> dict[str, Any]:
+    tile, columns = 1 << num_features.bit_length(), 1 << (dim - 1).bit_length()
+    warps = min(MOST_WARPS, max(1, tile * columns // WARP_FLOATS))
+    return {"N": num_features + 1, "TILE": tile, "D": dim, "BLOCK": columns, "num_warps": warps, **rounded()}
+
+
+@kernel("batch_size")
+def interact_kernel(
+    bottom: tl.tensor,
+    features: tl.tensor,
+    result: tl.tensor,
+    batch_size: tl.tensor,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    sample = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    out = result + sample * (D + N * (N - 1) // 2)
+    tl.store(out + columns, tl.load(bottom + sample * D + columns, mask=columns < D), mask=columns < D)
+    for k in tl.static_range(10):
+        if (2 << k) <= TILE:  # vectors 2^k to 2^(k+1) - 1 have pairs with fewer vectors than the tile
+            other = tl.arange(0, 2 << k)
+            others = vectors_at(bottom, features, other, sample, batch_size, N, D, BLOCK)
+            for i in range(1 << k, tl.minimum(2 << k, N)):
+                vector = vectors_at(bottom, features, i + tl.arange(0, 1), sample, batch_size, N, D, BLOCK)
+                sums = tl.reshape(row_sums(others * vector), [2 << k])
+                tl.store(out + D + i * (i - 1) // 2 + other, sums, mask=other < i)
+
+
+@kernel("batch_size")
+def interact_backward_kernel(
+    bottom: tl.tensor,
+    features: tl.tensor,
+    grad: tl.tensor,
+    bottom_grad: tl.tensor,
+    feature_grads: tl.tensor,
+    batch_size: tl.tensor,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    sample = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)[None, :]
+    tile = tl.arange(0, TILE)
+    grad += sample * (D + N * (N - 1) // 2)
+    total = tl.load(grad + columns, mask=(tile == 0)[:, None] & (columns < D), other=0.0)
+    for j in range(N):
+        other = vectors_at(bottom, features, j + tl.arange(0, 1), sample, batch_size, N, D, BLOCK)
+        more, fewer = tl.maximum(tile, j), tl.minimum(tile, j)
+        is_pair = (tile != j) & (tile < N)
+        pair = tl.load(grad + D + more * (more - 1) // 2 + fewer, mask=is_pair, other=0.0)
+        total = tl.where(is_pair[:, None], total + pair[:, None] * other, total)
+    row = (tile[:, None] - 1) * batch_size.to(tl.int64) + sample
+    tl.store(bottom_grad + sample * D + columns + tile[:, None] * 0, total, mask=(tile == 0)[:, None] & (columns < D))
+    tl.store(feature_grads + row * D + columns, total, mask=((tile > 0) & (tile < N))[:, None] & (columns < D))
+
+
+@device
+def vectors_at(
+    bottom: tl.tensor,
+    features: tl.tensor,
+    number: tl.tensor,
+    sample: tl.tensor,
+    batch_size: tl.tensor,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Returns f32 [numbers, BLOCK]: vectors of the sample; 0.0 in other columns and for numbers from N on."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    row = (number[:, None] - 1) * batch_size.to(tl.int64) + sample
+    of_bottom = tl.load(bottom + sample * D + columns, mask=(number == 0)[:, None] & (columns < D), other=0.0)
+    is_feature = ((number > 0) & (number < N))[:, None]
+    of_features = tl.load(features + row * D + columns, mask=is_feature & (columns < D), other=0.0)
+    return tl.where((number == 0)[:, None], of_bottom, of_features)

@@ -8,17 +8,20 @@ a list of f32 [B, 1], one per feature of such a table. If the data has arrays, t
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from importlib import import_module
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import huber_loss, mse_loss
+from torch.optim import Optimizer
 
-from rowcast.job.models import BUILT_IN_MODELS, BuiltInModel
+from rowcast.job.models import BUILT_IN_MODELS, BuiltInModel, ModelSettings
 from rowcast.job.named_code import import_code
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models.dense_optimizers import without_dynamo
 from rowcast.trainer.models.embedding import Embedded, Sequences, align_inputs
 
 __all__ = ["Embedded", "Sequences", "build_dense_optimizer", "build_model"]
@@ -31,6 +34,8 @@ def build_model(job: Job, num_dense: int) -> nn.Module:
     named by `model.kind` returns no model."""
     built_in = BUILT_IN_MODELS.get(job.model.kind)
     model = build_custom(job, num_dense) if built_in is None else built_in_factory(built_in)(job, num_dense)
+    if job.model.task == "regression":
+        model = regression_of(model, job.model)
     model.register_forward_pre_hook(align_inputs)
     return model
 
@@ -45,16 +50,67 @@ def build_dense_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch
     """Builds an optimizer of torch.optim. On a device, torch updates all tensors in a few launches (`foreach`)."""
     settings = job.optimizer.dense
     assert settings is not None, "the job file trains the dense weights"
-    own: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    settings_of_torch: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if settings.kind == "sgd":
-        return without_dynamo(torch.optim.SGD)(parameters, momentum=settings.momentum, **own)
+        return without_dynamo(torch.optim.SGD)(parameters, momentum=settings.momentum, **settings_of_torch)
     if settings.eps is not None:
-        own["eps"] = settings.eps
+        settings_of_torch["eps"] = settings.eps
     if settings.kind == "adagrad":
         kind = without_dynamo(torch.optim.Adagrad)
-        return kind(parameters, initial_accumulator_value=settings.initial_accumulator, **own)
+        return kind(parameters, initial_accumulator_value=settings.initial_accumulator, **settings_of_torch)
     kind = without_dynamo(torch.optim.AdamW if settings.kind == "adamw" else torch.optim.Adam)
-    return kind(parameters, betas=settings.betas, **own)
+    return kind(parameters, betas=settings.betas, **settings_of_torch)
+
+
+METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
+
+
+@cache
+def without_dynamo(kind: type[Optimizer]) -> Callable[..., Optimizer]:
+    """Returns a kind of torch.optim, under its name, whose methods import no torch._dynamo.
+
+    torch imports it when the first optimizer is made and when it first steps, also if nothing is compiled: decorators
+    of these methods do, and that takes as long as the import of torch itself. The methods below the decorators are
+    torch's own, and so are bits, hooks and state dictionaries."""
+    methods = {name: unwrap(getattr(kind, name)) for name in METHODS}
+    return type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(unwrap(kind.step))})
+
+
+class Regression(nn.Module):
+    """What a built-in model of one logit a sample gets in front of its class: its logit becomes a number in the unit of
+    the labels."""
+
+    eval_names = ("rmse", "mae")
+    settings: ModelSettings
+
+    def forward(self, *given: Any, **inputs: Any) -> Tensor:
+        """Returns predictions f32 [B]; arguments as the model's."""
+        mean, deviation = self.settings.target
+        predicted: Tensor = mean + deviation * super().forward(*given, **inputs).float()
+        return predicted
+
+    def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """f32 []: the mean squared or Huber error in deviations of the labels. outputs, labels: f32 [B]."""
+        mean, deviation = self.settings.target
+        function = huber_loss if self.settings.error == "huber" else mse_loss
+        return function((outputs - mean) / deviation, (labels - mean) / deviation)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpickled, (type(self).__mro__[2], self.settings), self.__dict__
+
+    def eval_sums(self, outputs: Tensor, labels: Tensor) -> dict[str, tuple[Tensor, int]]:
+        errors = outputs.double() - labels.double()
+        return {"rmse": (errors.square().sum(), len(labels)), "mae": (errors.abs().sum(), len(labels))}
+
+
+def regression_of(model: nn.Module, settings: ModelSettings) -> nn.Module:
+    """Returns the model, whose parameters keep their names."""
+    model.__class__ = type(f"{type(model).__name__}Regression", (Regression, type(model)), {"settings": settings})
+    return model
+
+
+def unpickled(kind: type[nn.Module], settings: ModelSettings) -> nn.Module:
+    return regression_of(kind.__new__(kind), settings)
 
 
 OwnLoss = Callable[[Any, Tensor], Tensor]
@@ -87,9 +143,9 @@ def require_scalar(mean: Any, name: str) -> Tensor:
             "batch by the data set that yields it"
         )
     if not isinstance(mean, Tensor) or mean.dim() or not mean.is_floating_point():
-        found = f"{mean.dtype} of shape {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
+        returned = f"{mean.dtype} of shape {list(mean.shape)}" if isinstance(mean, Tensor) else type(mean).__name__
         raise ConfigError(
-            f"{name} returned {found}; return the batch's mean loss as a scalar tensor, such as losses.mean()"
+            f"{name} returned {returned}; return the batch's mean loss as a scalar tensor, such as losses.mean()"
         )
     if torch.is_grad_enabled() and not mean.requires_grad:
         raise ConfigError(

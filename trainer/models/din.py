@@ -175,7 +175,7 @@ class DIN(nn.Module):
     def forward(self, dense: Tensor, embeddings: list[Embedded]) -> Tensor:
         target, _ = joined_entries([embeddings[index] for index in self.targets], 1)
         history, present = joined_entries([embeddings[index] for index in self.histories], self.history)
-        pooled = [own for index in self.pooled if isinstance(own := embeddings[index], Tensor)]
+        pooled = [rows for index in self.pooled if isinstance(rows := embeddings[index], Tensor)]
         features = torch.cat([dense, *pooled, target.squeeze(1), self.interest(target, history, present)], dim=1)
         return activated(self.top_mlp, self.top_activations, features, torch.ones_like(features[:, :1]))
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rowcast.job.tables import GroupSpec
 from rowcast.trainer.device.streams import Phase
 from rowcast.trainer.kernels import Group, GroupLookup, Kernels, Rule, all_groups, rows_of, rule_at, torch_ops
-from rowcast.trainer.kernels.gradients import with_gradients
+from rowcast.trainer.kernels.torch_ops import with_gradients
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ class Embeddings:
 
     def _of_step(self, lookups: Sequence[GroupLookup]) -> list[Group]:
         pairs = zip(self._groups, lookups, strict=True)
-        return [(own.rows, lookup, own.divisors(lookup, own.bags_of(lookup))) for own, lookup in pairs]
+        return [(group.rows, lookup, group.divisors(lookup, group.bags_of(lookup))) for group, lookup in pairs]
 
     def expect_update(self, lookups: Sequence[GroupLookup], train_step: int) -> "PendingUpdate":
         """Announces an `update` of these look-ups. Raises RuntimeError if one is already expected."""
@@ -137,8 +137,8 @@ class Embeddings:
         values = iter(update_in_backward(self.trigger, pooled, bags, pending))
         by_group = [
             feature
-            for group, own, lookup in zip(self._groups, bags, lookups, strict=True)
-            for feature in group.inputs(list(islice(values, len(own))), lookup.sequence_offsets)
+            for group, group_bags, lookup in zip(self._groups, bags, lookups, strict=True)
+            for feature in group.inputs(list(islice(values, len(group_bags))), lookup.sequence_offsets)
         ]
         return in_job_order(by_group, self._places)
 
@@ -176,14 +176,16 @@ def places_of(pieces: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Returns for each feature, in the job's order, where its pieces are among `pieces`, in the order of their columns.
     Pieces are as in `GroupSpec.feature_pieces`."""
     places = sorted(range(len(pieces)), key=pieces.__getitem__)
-    return [list(own) for _, own in groupby(places, key=lambda place: pieces[place][0])]
+    return [list(of_feature) for _, of_feature in groupby(places, key=lambda place: pieces[place][0])]
 
 
 def in_job_order(by_piece: Sequence[Embedded], places: Iterable[Sequence[int]]) -> list[Embedded]:
     """Returns the model's input for each feature, with the columns of its pieces. `places`: as `places_of`."""
     return [
-        by_piece[own[0]] if len(own) == 1 else torch.cat([cast(Tensor, by_piece[place]) for place in own], dim=1)
-        for own in places
+        by_piece[pieces[0]]
+        if len(pieces) == 1
+        else torch.cat([cast(Tensor, by_piece[place]) for place in pieces], dim=1)
+        for pieces in places
     ]
 
 
@@ -257,14 +259,14 @@ class UpdateInBackward(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.pending, ctx.counts = pending, list(map(len, bags))
         # whole tables of other ranks may leave a group no bags here
-        ctx.empty = [[] if own else [rows.new_empty(rows.shape)] for own, rows in zip(bags, pooled, strict=True)]
+        ctx.empty = [[] if sizes else [rows.new_empty(rows.shape)] for sizes, rows in zip(bags, pooled, strict=True)]
         return tuple(chain.from_iterable(map(Tensor.split_with_sizes, pooled, bags)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        own = iter(grads)
+        left = iter(grads)
         groups = zip(ctx.counts, ctx.empty, strict=True)
-        ctx.pending.apply([joined([*islice(own, count), *empty]) for count, empty in groups])
+        ctx.pending.apply([joined([*islice(left, count), *empty]) for count, empty in groups])
         return (None,) * (3 + len(ctx.counts))
 
 
@@ -286,10 +288,10 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def follows(part: Tensor, following: Tensor) -> bool:
-    own, others = part.untyped_storage(), following.untyped_storage()
+    storage, others = part.untyped_storage(), following.untyped_storage()
     return (
-        own.data_ptr() == others.data_ptr()
-        and own.nbytes() == others.nbytes()
+        storage.data_ptr() == others.data_ptr()
+        and storage.nbytes() == others.nbytes()
         and part.dtype == following.dtype
         and part.shape[1:] == following.shape[1:]
         and part.storage_offset() + part.numel() == following.storage_offset()
@@ -301,7 +303,7 @@ def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     if torch.compiler.is_compiling():
         return inputs  # `JobModel` has aligned them
     dense, *lists = inputs
-    return aligned(dense), *([aligned_embedding(embedding) for embedding in own] for own in lists)
+    return aligned(dense), *([aligned_embedding(embedding) for embedding in embeddings] for embeddings in lists)
 
 
 def aligned_embedding(embedding: Embedded) -> Embedded:
@@ -317,7 +319,7 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-class Cut(torch.autograd.Function):
+class JoinInBackward(torch.autograd.Function):
     """`split_with_sizes`, whose backward pass copies nothing if the gradients are neighbours."""
 
     @staticmethod
@@ -331,4 +333,4 @@ class Cut(torch.autograd.Function):
 
 def cut(whole: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Returns views [size, D] of each size. Only this call of `Function.apply` is typed."""
-    return list(cast(Any, Cut).apply(whole, sizes))
+    return list(cast(Any, JoinInBackward).apply(whole, sizes))

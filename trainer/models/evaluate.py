@@ -22,6 +22,7 @@ batch, and parts in the tree, so no kill and no number of ranks changes a bit of
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Any, Self
 
 import msgspec
@@ -31,12 +32,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rowcast.job.schema import MAX_RANK
 from rowcast.runtime.errors import ConfigError
-from rowcast.trainer.models.ordered import sum_in_order
+from rowcast.trainer.models.exchanges import sum_in_order
 
 NUM_BINS = 2**18  # 4 MiB of counts
 MAY_LACK = ("num_own", "rank_bins")
 SUMS = "sums."  # before each of a model's `eval_names`
-Pair = Sequence[Tensor | float]  # a sum and its weight, [] each
+Pair = Sequence[Any]  # a sum and its weight: tensors [] or numbers, also NumPy's
+CPU = torch.device("cpu")
 HALF_RANGE = 4.0  # half of the bins are within +- this logit
 
 
@@ -71,7 +73,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 def place_of_best(evaluations: Sequence[Evaluation]) -> int:
     """Returns the place of the first one with the lowest loss; -1 if none has a finite one."""
-    losses = [math.nan if own.logloss is None else own.logloss for own in evaluations]
+    losses = [math.nan if evaluation.logloss is None else evaluation.logloss for evaluation in evaluations]
     known = [place for place, loss in enumerate(losses) if math.isfinite(loss)]
     return min(known, key=losses.__getitem__, default=-1)
 
@@ -117,17 +119,17 @@ class EvalCounts:
         histograms = self.histogram.cpu().double().view(-1, 2, NUM_BINS)
         counted = histograms.sum((1, 2)).long().tolist()
         are_all = counted == (num_known or [num_samples]) and sum(counted) > 0
-        aucs = [area_under_curve(*own) for own in histograms]
+        aucs = [area_under_curve(*histogram) for histogram in histograms]
         mean_auc = None if None in aucs else sum(auc for auc in aucs if auc is not None) / len(aucs)
         losses = sum_in_order(self.task_loss_sum.clone()).tolist()
         logloss = sum_in_order(self.loss_sum.clone()).item() / num_samples if num_samples else None
         is_own_loss = bool(self.num_own)
         is_plain = are_all and not num_known and not is_own_loss
         tasks = []
-        for label, known, own, auc, loss, histogram in zip(
+        for label, known, positives, auc, loss, histogram in zip(
             labels, num_known, counted, aucs, losses, histograms, strict=False
         ):
-            are_known, of_label = known == own > 0, loss / max(1, known)
+            are_known, of_label = known == positives > 0, loss / max(1, known)
             tasks.append(
                 TaskEvaluation(
                     label=label,
@@ -145,18 +147,18 @@ class EvalCounts:
             accuracy=int(self.num_correct.sum()) / sum(counted) if are_all else None,
             normalized_entropy=over_entropy(logloss, histograms[0]) if is_plain and logloss is not None else None,
             ranking=ranking,
-            means={name: mean(*sum_in_order(sums.clone()).tolist()) for name, sums in self.sums.items()},
+            means={name: mean(name, *sum_in_order(sums.clone()).tolist()) for name, sums in self.sums.items()},
             tasks=tuple(tasks),
         )
 
     def named(self) -> dict[str, Tensor]:
-        own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sums"}
-        return own | {f"{SUMS}{name}": sums for name, sums in self.sums.items()}
+        counts = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "sums"}
+        return counts | {f"{SUMS}{name}": sums for name, sums in self.sums.items()}
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint. Counts that a checkpoint may lack are left out if they are 0."""
-        own = {name: counts for name, counts in self.named().items() if name not in MAY_LACK or counts.any()}
-        return {f"metrics.{name}": counts for name, counts in own.items() if counts.numel()}
+        saved = {name: counts for name, counts in self.named().items() if name not in MAY_LACK or counts.any()}
+        return {f"metrics.{name}": counts for name, counts in saved.items() if counts.numel()}
 
     @classmethod
     def saved(cls, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -220,7 +222,7 @@ class EvalMetrics:
         """Adds what the model's eval_sums gave for one batch. Issues work, reads nothing."""
         for name, pair in sums.items():
             for number, value in enumerate(pair):
-                self.counts.sums[name][part, number].add_(value)
+                self.counts.sums[name][part, number].add_(value if isinstance(value, Tensor) else float(value))
 
     def _update_tasks(self, outputs: Any, labels: Tensor, own_loss: Tensor | None, part: int) -> None:
         self.counts.num_labels.add_((~labels.isnan()).sum(0))
@@ -284,8 +286,11 @@ class EvalMetrics:
             counts.zero_()
 
 
-def mean(total: float, weight: float) -> float | None:
-    return total / weight if weight else None
+def mean(name: str, total: float, weight: float) -> float | None:
+    """Of `rmse` the root."""
+    if not weight:
+        return None
+    return math.sqrt(total / weight) if name == "rmse" else total / weight
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -328,28 +333,39 @@ def own_sums(model: nn.Module) -> tuple[tuple[str, ...], Sums]:
     names, sums, kind = getattr(model, "eval_names", ()), getattr(model, "eval_sums", None), type(model).__name__
     if sums is None and not names:
         return (), lambda outputs, labels: {}
-    are_names = not isinstance(names, str) and all(isinstance(name, str) and name for name in names)
+    # a set has another order in each rank
+    are_names = isinstance(names, list | tuple) and all(isinstance(name, str) and name for name in names)
     if not callable(sums) or not are_names or not names or len({*names}) < len(names):
         raise ConfigError(
             f"{kind}.eval_names = {names!r}: give a list of different names, and a method eval_sums(outputs, labels) "
             "that returns {name: (sum, weight)} for these"
         )
-    return tuple(names), lambda outputs, labels: require_sums(sums(outputs, labels), names, f"{kind}.eval_sums")
+    return tuple(names), lambda outputs, labels: require_sums(
+        sums(outputs, labels), names, labels.device, f"{kind}.eval_sums"
+    )
 
 
-def require_sums(sums: Any, names: Collection[str], where: str) -> Mapping[str, Pair]:
-    """Raises ConfigError if these are not a sum and a weight for each name."""
+def require_sums(sums: Any, names: Collection[str], device: torch.device, where: str) -> Mapping[str, Pair]:
+    """Raises ConfigError if these are not a sum and a weight for each name, on the host or the device."""
     if not isinstance(sums, Mapping) or sums.keys() != {*names}:
         given = sorted(map(str, sums)) if isinstance(sums, Mapping) else type(sums).__name__
         raise ConfigError(f"{where} gave {given}; give {{name: (sum, weight)}} for {', '.join(names)}")
     for name, pair in sums.items():
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(is_number, pair)):
-            raise ConfigError(f"{where} gave {name!r}: {pair!r}; give a sum and its weight, numbers or tensors []")
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not all(is_number(number, device) for number in pair)
+        ):
+            raise ConfigError(
+                f"{where} gave {name!r}: {pair!r}; give a sum and its weight, numbers or tensors [] on {device}"
+            )
     return sums
 
 
-def is_number(value: Any) -> bool:
-    return value.dim() == 0 and not value.is_complex() if isinstance(value, Tensor) else isinstance(value, int | float)
+def is_number(value: Any, device: torch.device) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and not value.is_complex() and value.device in (device, CPU)
+    return isinstance(value, Real)  # also NumPy's
 
 
 Ranks = Callable[[Any], Tensor]  # a model's outputs -> ranks of its positives, i64 [P]
@@ -374,8 +390,8 @@ def own_ranks(model: nn.Module) -> Ranks:
 def require_integers(ranks: Any, name: str) -> Tensor:
     """Raises ConfigError if these are not ranks."""
     if not isinstance(ranks, Tensor) or ranks.dtype != torch.int64:
-        found = f"{ranks.dtype} of shape {list(ranks.shape)}" if isinstance(ranks, Tensor) else type(ranks).__name__
-        raise ConfigError(f"{name} gave {found}; give the rank of each positive as torch.int64, counted from 0")
+        returned = f"{ranks.dtype} of shape {list(ranks.shape)}" if isinstance(ranks, Tensor) else type(ranks).__name__
+        raise ConfigError(f"{name} gave {returned}; give the rank of each positive as torch.int64, counted from 0")
     return ranks
 
 

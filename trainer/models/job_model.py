@@ -26,14 +26,15 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from rowcast.job.optimizers import learning_rate
 from rowcast.job.schema import DenseOptimizer, Job
 from rowcast.protocol.parts import PREFIX, belonging, part_seed
+from rowcast.runtime.disk import use_safe_caches
 from rowcast.runtime.errors import ConfigError, listed
-from rowcast.runtime.safe_files import use_safe_caches
 from rowcast.trainer.models import as_fp32, build_dense_optimizer, build_model, own_loss
 from rowcast.trainer.models.embedding import Embedded, Sequences, align_inputs
 from rowcast.trainer.models.evaluate import EvalMetrics, own_ranks, own_sums
@@ -83,14 +84,22 @@ class ModelStep:
         if self._parts > 1:  # the random state is that of a rank's last part
             torch.manual_seed(part_seed(self._seed, train_step, self._parts))
         trained: Any = self._model.step(train_step)  # type: ignore[operator]
+        if trained is not None and not is_truth(trained):  # such as a coroutine, which has trained nothing
+            raise ConfigError(
+                f"{type(self._model).__name__}.step(n) returned a {type(trained).__name__}; return False if the dense "
+                "weights were left as they were, else True or nothing"
+            )
         if trained is not None and not trained:
             self.skipped.append(train_step)
         self._model.zero_grad(set_to_none=True)
 
     def tried(self) -> dict[str, str]:
-        kept = {f"{self._source}[{n}] of type {type(own).__name__}": [own] for n, own in enumerate(self.objects)}
-        singly = {name: StatefulObjects(own, "objects", name) for name, own in kept.items()}
-        return {name: saved_and_restored(name, own.state, own.restore) for name, own in singly.items()}
+        kept = {
+            f"{self._source}[{n}] of type {type(stateful).__name__}": [stateful]
+            for n, stateful in enumerate(self.objects)
+        }
+        singly = {name: StatefulObjects(objects, "objects", name) for name, objects in kept.items()}
+        return {name: saved_and_restored(name, objects.state, objects.restore) for name, objects in singly.items()}
 
 
 DenseStep = OptimizerStep | ModelStep
@@ -104,14 +113,25 @@ def dense_step(job: Job, model: nn.Module, parts: int, *, trains: bool) -> Dense
     return OptimizerStep(job, settings, model)
 
 
+def is_truth(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and value.dtype == torch.bool
+    return isinstance(value, bool | np.bool_)
+
+
 def owns_step(job: Job, model: nn.Module) -> bool:
     """Whether the model trains its dense weights. Raises ConfigError unless either the model or the job file does."""
-    owns = all(callable(getattr(model, name, None)) for name in ("training_objects", "step"))
+    owns = callable(getattr(model, "training_objects", None))
+    if owns and not callable(getattr(model, "step", None)):
+        raise ConfigError(
+            f"{type(model).__name__} has training_objects() and no method step(n), which trains with them; write it, "
+            "or remove training_objects()"
+        )
     if owns == (job.optimizer.dense is not None):
-        found = "both" if owns else "neither"
+        methods = "both" if owns else "neither"
         raise ConfigError(
             f"either [optimizer.dense] or {type(model).__name__}'s methods training_objects() and step(n) train the "
-            f"dense weights, and there are {found}; {'remove' if owns else 'write'} one of them"
+            f"dense weights, and there are {methods}; {'remove' if owns else 'write'} one of them"
         )
     return owns
 
@@ -128,12 +148,12 @@ def made_objects(job: Job, model: nn.Module, source: str) -> list[Any]:
             f"{source} changes what the model's state has: {listed(changed, 1)}. An evaluation makes the model without "
             "it; make this part in the factory, or keep it in a list, where it is no part of the model"
         )
-    for own in objects:
-        if isinstance(own, torch.optim.Optimizer):
-            own.register_step_pre_hook(refuse_closure)
-            if any(weight not in trained for group in own.param_groups for weight in group["params"]):
+    for stateful in objects:
+        if isinstance(stateful, torch.optim.Optimizer):
+            stateful.register_step_pre_hook(refuse_closure)
+            if any(weight not in trained for group in stateful.param_groups for weight in group["params"]):
                 raise ConfigError(
-                    f"{source}: {type(own).__name__} trains a weight that is no parameter of the model, so no "
+                    f"{source}: {type(stateful).__name__} trains a weight that is no parameter of the model, so no "
                     "checkpoint has it and ranks do not add its gradients; make it one in the factory"
                 )
     return list(objects)
@@ -181,6 +201,7 @@ class JobModel:
             )
         set_precision(job.model.precision, device)
         self.model = build_model(job, num_dense).to(device)
+        self._every_module = list(self.model.modules())
         self.own_loss = own_loss(self.model)  # None: binary cross entropy
         if needs_labels and self.own_loss is None and job.data.columns.label_values == "none":
             raise ConfigError(
@@ -207,7 +228,8 @@ class JobModel:
 
         dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences; the batch's other
         arrays by name. Computes gradients if they are enabled. Raises ConfigError if the model takes no arrays."""
-        self.model.train(training)
+        if any(module.training is not training for module in self._every_module):  # `train` asks each for its children
+            self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
         if compiled is None:
             return self._pass(self.model, dense, rows, inputs)
@@ -230,9 +252,9 @@ class JobModel:
         """Returns f32 in the shape of `labels`. Raises ConfigError if the outputs are not numbers for each of these."""
         logits = self.logits(outputs)
         if not isinstance(logits, Tensor) or logits.shape != labels.shape:
-            found = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
+            given = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else f"type {type(logits).__name__}"
             raise ConfigError(
-                f"the model's outputs have {found}, which are no scores; give the model a method logits(outputs) that "
+                f"the model's outputs have {given}, which are no scores; give the model a method logits(outputs) that "
                 f"returns shape {list(labels.shape)}"
             )
         return logits.float()
@@ -256,9 +278,9 @@ class ForwardPass:
         """As `JobModel.forward`."""
         rows = self._inputs.rows(rows)
         named = self._inputs.arguments(inputs, rows)
-        own = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
+        arguments = (dense, *split_linear(rows, self._linear)) if any(self._linear) else (dense, list(rows))
         with torch.autocast(dense.device.type, torch.bfloat16, enabled=self._autocasts):
-            outputs = model(*own, **named)
+            outputs = model(*arguments, **named)
         return as_fp32(outputs) if self._autocasts else outputs
 
     def logits(self, outputs: Any) -> Any:
@@ -274,11 +296,11 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
     An unknown label, NaN, has no loss and no gradient, but counts in the mean: it divides by B * T. So a sample's
     contribution does not depend on other samples, and the parts of a batch add up to its mean. Raises ConfigError for
     other shapes."""
-    found = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+    returned = f"logits of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
     if not isinstance(logits, Tensor) or logits.shape != labels.shape:
         needed = "one logit per sample" if labels.dim() == 1 else "one logit per sample and label"
         raise ConfigError(
-            f"the model returned {found}; return {needed}, shape {list(labels.shape)}, or give the model a method "
+            f"the model returned {returned}; return {needed}, shape {list(labels.shape)}, or give the model a method "
             "loss(outputs, labels)"
         )
     if labels.dim() > 1:
@@ -291,14 +313,14 @@ def split_linear(rows: Sequence[Embedded], linear: Sequence[bool]) -> tuple[list
     """Returns the features' embeddings, and f32 [B, 1] for each feature with linear weights in its table."""
     embeddings: list[Embedded] = []
     weights: list[Tensor] = []
-    for own, has_linear in zip(rows, linear, strict=True):
+    for embedded, has_linear in zip(rows, linear, strict=True):
         if has_linear:
-            assert isinstance(own, Tensor), "tables with linear weights are pooled"
-            embedding, weight = torch.split_with_sizes(own, [own.shape[1] - 1, 1], dim=1)
+            assert isinstance(embedded, Tensor), "tables with linear weights are pooled"
+            embedding, weight = torch.split_with_sizes(embedded, [embedded.shape[1] - 1, 1], dim=1)
             embeddings.append(embedding)
             weights.append(weight)
         else:
-            embeddings.append(own)
+            embeddings.append(embedded)
     return embeddings, weights
 
 
@@ -371,7 +393,8 @@ class ModelInputs:
         """The rows of each feature; of one that is the batch's, f32 [n, D]."""
         whole = self._of.batch_positions
         return [
-            own.values if position in whole and isinstance(own, Sequences) else own for position, own in enumerate(rows)
+            embedded.values if position in whole and isinstance(embedded, Sequences) else embedded
+            for position, embedded in enumerate(rows)
         ]
 
     def arguments(self, inputs: Mapping[str, Tensor], rows: Sequence[Embedded]) -> dict[str, Any]:
@@ -389,8 +412,8 @@ class ModelInputs:
     def _beside(self, name: str, array: Tensor, rows: Sequence[Embedded]) -> Embedded:
         """An array of look-ups gets the offsets of its feature."""
         feature = self._of.arrays.get(name)
-        own = None if feature is None else rows[self._of.positions[feature]]
-        return Sequences(values=array, offsets=own.offsets) if isinstance(own, Sequences) else array
+        looked_up = None if feature is None else rows[self._of.positions[feature]]
+        return Sequences(values=array, offsets=looked_up.offsets) if isinstance(looked_up, Sequences) else array
 
     def _refuse(self, names: Sequence[str]) -> None:
         if names and not self._is_taken:

@@ -58,7 +58,10 @@ class StatefulObjects:
     def state(self) -> dict[str, Tensor]:
         """Raises ConfigError for a state that a checkpoint cannot hold."""
         tensors: dict[str, Tensor] = {}
-        structure = [flattened(own.state_dict(), f"{self._prefix}.{n}", tensors) for n, own in enumerate(self.parts)]
+        structure = [
+            flattened(part.state_dict(), f"{self._prefix}.{n}", tensors, type(part).__name__)
+            for n, part in enumerate(self.parts)
+        ]
         content = bytearray(json.dumps(structure).encode())
         return {**tensors, self._structure: torch.frombuffer(content, dtype=torch.uint8)}
 
@@ -75,16 +78,17 @@ class StatefulObjects:
             state = rebuilt(part_structure, tensors)
             try:
                 part.load_state_dict(state)
-            except (RuntimeError, ValueError, LookupError) as error:
-                sentence = " ".join(str(error).split())
+            except Exception as error:  # noqa: BLE001 - whatever a user's code raises
+                sentence = " ".join(f"{type(error).__name__}: {error}".split())
                 raise Mismatch(
                     f"the checkpoint's {type(part).__name__} is not this one: {sentence}; use the model that wrote it"
                 ) from None
         return True
 
 
-def flattened(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
-    """Nested state as JSON; moves its tensors to `tensors`. Raises ConfigError for a value that is neither."""
+def flattened(value: Any, prefix: str, tensors: dict[str, Tensor], kind: str) -> Any:
+    """Nested state of an object of type `kind` as JSON; moves its tensors to `tensors`. Raises ConfigError for a value
+    that is neither."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         name = f"{prefix}.{len(tensors)}"
         tensors[name] = value
@@ -92,18 +96,18 @@ def flattened(value: Any, prefix: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Mapping):
         if others := [key for key in value if key is not None and not isinstance(key, bool | int | float | str)]:
             raise ConfigError(
-                f"the state of an object holds a dictionary with the key {others[0]!r}, which a checkpoint cannot; its "
+                f"the state of {kind} holds a dictionary with the key {others[0]!r}, which a checkpoint cannot; its "
                 "keys are numbers and text"
             )
-        kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[key, flattened(entry, prefix, tensors)] for key, entry in value.items()]}
+        nesting = "counter" if isinstance(value, Counter) else "dict"
+        return {nesting: [[key, flattened(entry, prefix, tensors, kind)] for key, entry in value.items()]}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):  # a namedtuple would come back as another
-        kind = "tuple" if type(value) is tuple else "list"
-        return {kind: [flattened(entry, prefix, tensors) for entry in value]}
+        nesting = "tuple" if type(value) is tuple else "list"
+        return {nesting: [flattened(entry, prefix, tensors, kind) for entry in value]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise ConfigError(
-        f"the state of an object holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, numbers "
+        f"the state of {kind} holds a {type(value).__name__}, which a checkpoint cannot; it takes tensors, numbers "
         "and text"
     )
 
@@ -137,7 +141,7 @@ STATES = {
 def pack(tensors: Tensors) -> bytes:
     # contiguous copies on the host in separate memory, as safetensors requires even for tied weights
     layout = torch.contiguous_format
-    return save({name: own.detach().cpu().clone(memory_format=layout) for name, own in tensors.items()})
+    return save({name: tensor.detach().cpu().clone(memory_format=layout) for name, tensor in tensors.items()})
 
 
 @contextmanager
@@ -189,10 +193,10 @@ class ModelStatePieces:
         self._content += payload
         if message.piece < message.num_pieces - 1:
             return None
-        found = xxhash.xxh3_64_intdigest(self._content)
-        if found != message.checksum:
+        checksum = xxhash.xxh3_64_intdigest(self._content)
+        if checksum != message.checksum:
             raise RemoteProtocolError(
-                f"the model state has checksum {found:016x}; {message.checksum:016x} was announced"
+                f"the model state has checksum {checksum:016x}; {message.checksum:016x} was announced"
             )
         return bytes(self._content)
 
@@ -223,15 +227,19 @@ def trained_tensors(parts: Iterable[Stateful]) -> Iterator[tuple[str, Tensor]]:
     names: dict[Tensor, str] = {}
     for part in parts:
         if isinstance(part, nn.Module):
-            names |= {own: f"dense parameter {name}" for name, own in part.named_parameters() if own.requires_grad}
+            names |= {
+                parameter: f"dense parameter {name}"
+                for name, parameter in part.named_parameters()
+                if parameter.requires_grad
+            }
         elif isinstance(part, torch.optim.Optimizer):
             for parameter, state in part.state.items():
                 own = names.get(parameter, "a dense parameter")
                 yield from ((f"{key} of {own}", value) for key, value in state.items() if isinstance(value, Tensor))
         else:
             leaves = tree_leaves(part.state_dict())
-            yield from ((f"a tensor of {type(part).__name__}", own) for own in leaves if isinstance(own, Tensor))
-    yield from ((name, own) for own, name in names.items())
+            yield from ((f"a tensor of {type(part).__name__}", leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    yield from ((name, parameter) for parameter, name in names.items())
 
 
 def require_finite(parts: Iterable[Stateful], train_steps: int) -> None:
@@ -242,7 +250,7 @@ def require_finite(parts: Iterable[Stateful], train_steps: int) -> None:
             extremes = torch.stack(tensor.detach().aminmax()).tolist()  # NaN if there is one
             if not all(map(math.isfinite, extremes)):
                 raise Diverged(
-                    f"{name} holds {next(own for own in extremes if not math.isfinite(own))} after {train_steps} train "
+                    f"{name} holds {next(one for one in extremes if not math.isfinite(one))} after {train_steps} train "
                     "steps: training diverged; lower the dense learning rate. What may be infinite belongs in a "
                     "buffer, and in the state of an object in a number"
                 )
@@ -278,9 +286,9 @@ def check_state(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, 
     names = set(state) == STATES.get(kind, set(state))
     shapes = all(tensor.shape == (torch.Size() if key == "step" else parameter.shape) for key, tensor in state.items())
     if not names or not shapes:
-        found = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(state.items()))
+        given = ", ".join(f"{key} {tuple(tensor.shape)}" for key, tensor in sorted(state.items()))
         raise Mismatch(
-            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {found}, which is not a state of "
+            f"the checkpoint's optimizer state of {name} {tuple(parameter.shape)} is {given}, which is not a state of "
             f"{kind}; use the job file that wrote it"
         )
 

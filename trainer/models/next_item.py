@@ -166,10 +166,10 @@ def found_in(inputs: Inputs, name: str) -> Embedded:
 
 
 def sequences_in(inputs: Inputs, name: str, feature: str) -> Sequences:
-    found = found_in(inputs, name)
-    if not isinstance(found, Sequences):
+    array = found_in(inputs, name)
+    if not isinstance(array, Sequences):
         raise ConfigError(f'the array {name} belongs to samples; set data.of.{name} = "{feature}"')
-    return found
+    return array
 
 
 class Block(nn.Module):
@@ -184,7 +184,8 @@ class Block(nn.Module):
         """x f32 [B, L, D]; visible bool [B, 1, L, L]."""
         query = normed(x, self.norms[0])
         queries, keys, values = (
-            in_heads(layer(own), self.heads) for layer, own in ((self.query, query), (self.key, x), (self.value, x))
+            in_heads(layer(vectors), self.heads)
+            for layer, vectors in ((self.query, query), (self.key, x), (self.value, x))
         )
         scores = queries @ keys.transpose(2, 3) / queries.shape[-1] ** 0.5
         weights = dropout(scores.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0), rate, self.training)
@@ -247,7 +248,7 @@ class Layer(nn.Module):
         """x f32 [B, L, D]; visible bool [B, 1, L, L]; distances i64 [L, L]; classes i64 [B, L, L]."""
         width = x.shape[-1:]
         gate, values, queries, keys = silu(self.into(layer_norm(x, width))).chunk(4, dim=-1)
-        values, queries, keys = (in_heads(own, self.heads) for own in (values, queries, keys))
+        values, queries, keys = (in_heads(projected, self.heads) for projected in (values, queries, keys))
         bias = (self.distance[distances] + self.time[classes])[:, None]
         weights = silu(queries @ keys.transpose(2, 3) + bias) / x.shape[1]
         attended = (weights.masked_fill(~visible, 0.0) @ values).transpose(1, 2).flatten(2)

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec, unpooled_places
-from rowcast.protocol.messages import ShareHeader
 from rowcast.protocol.parts import (
     Belonging,
     Rank,
@@ -45,9 +44,8 @@ from rowcast.protocol.parts import (
     part_sizes,
     sources_of,
 )
-from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays
-from rowcast.trainer.device.row_moves import move
-from rowcast.trainer.device.streams import Stream, Streams, Work
+from rowcast.protocol.plan_layout import EXCHANGE_ARRAYS, ExchangeArrays, ShareHeader
+from rowcast.trainer.device.streams import Stream, Streams, Work, move
 from rowcast.trainer.kernels import DTYPES, GroupLookup, Kernels, RecordViews
 from rowcast.trainer.models.embedding import Embedded, GroupRows, aligned, cut, in_job_order, places_of
 from rowcast.trainer.models.exchanges import Exchanges, Start
@@ -56,7 +54,7 @@ from rowcast.trainer.models.runner import StepInputs, step_lookups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GroupShare(ExchangeArrays[Tensor]):
+class ArrivedShare(ExchangeArrays[Tensor]):
     """One group's exchange in a step, on the device."""
 
     header: ShareHeader
@@ -131,11 +129,11 @@ class SharedRows(GroupRows):
 
     def share(
         self, arrays: Mapping[str, Tensor], header: ShareHeader, batch_size: int, part_sizes: tuple[int, ...]
-    ) -> GroupShare:
+    ) -> ArrivedShare:
         """`batch_size`: samples over all ranks."""
         to_send, to_receive, number = list(header.send_counts), list(header.receive_counts), self._rank.number
         stay, to_send[number], to_receive[number] = to_send[number], 0, 0
-        return GroupShare(
+        return ArrivedShare(
             header=header,
             part_sizes=part_sizes,
             bags=self._bags(batch_size, header.sequence_lookups),
@@ -145,7 +143,7 @@ class SharedRows(GroupRows):
             **{name: arrays[f"{self.index}.{name}"] for name in EXCHANGE_ARRAYS},
         )
 
-    def memory(self, share: GroupShare, compute: Stream) -> Memory:
+    def memory(self, share: ArrivedShare, compute: Stream) -> Memory:
         """For the exchanges of a step. Keep it until the step is complete: a larger step makes it new."""
         return Memory(
             sent=self._rows_out.rows(sum(share.to_send), self.dim, compute),
@@ -165,16 +163,16 @@ class SharedRows(GroupRows):
             returned=self._vectors_returned.rows(sum(to_send), self.dim, compute),
         )
 
-    def pool(self, received: Tensor, lookup: GroupLookup, share: GroupShare) -> list[Tensor]:
+    def pool(self, received: Tensor, lookup: GroupLookup, share: ArrivedShare) -> list[Tensor]:
         """Returns pooled rows f32 [bags, D] of each own part; then all other parts', in the dtype of gradients."""
         views = RecordViews(weight=received, master=None, states=())
         self._divisors = self.divisors(lookup, chain(*share.bags))
         pooled = self._kernels.lookup(views, lookup, self._divisors)
-        sizes, own = list(map(sum, share.bags)), len(share.part_sizes)
-        *of_own, of_others = pooled.split_with_sizes([*sizes[:own], sum(sizes[own:])])
+        sizes, num_parts = list(map(sum, share.bags)), len(share.part_sizes)
+        *of_own, of_others = pooled.split_with_sizes([*sizes[:num_parts], sum(sizes[num_parts:])])
         return [*of_own, of_others.to(self._gradients)]
 
-    def features_of(self, part: int, values: list[Tensor], lookup: GroupLookup, share: GroupShare) -> list[Embedded]:
+    def features_of(self, part: int, values: list[Tensor], lookup: GroupLookup, share: ArrivedShare) -> list[Embedded]:
         """f32 [bags, D] of each of `features` in an own part -> the model's input for it."""
         offsets = lookup.sequence_offsets
         if offsets is not None:
@@ -183,7 +181,7 @@ class SharedRows(GroupRows):
         return self.inputs(values, offsets)
 
     def reduce(
-        self, pooled_grads: Sequence[Tensor], lookup: GroupLookup, share: GroupShare, back: Tensor, returned: Tensor
+        self, pooled_grads: Sequence[Tensor], lookup: GroupLookup, share: ArrivedShare, back: Tensor, returned: Tensor
     ) -> None:
         """Gradients of what `pool` has returned -> one per received row, the parts added in order: to `back`, and those
         of rows that stay to `returned`. `lookup`: that of the newest `pool`."""
@@ -192,7 +190,7 @@ class SharedRows(GroupRows):
         torch.index_select(gradients, 0, share.home_roots[: share.stay], out=returned[: share.stay])
         torch.index_select(gradients, 0, share.home_roots[share.stay :], out=back)
 
-    def train(self, returned: Tensor, share: GroupShare, train_step: int) -> None:
+    def train(self, returned: Tensor, share: ArrivedShare, train_step: int) -> None:
         """Adds the returned gradients, in the order of the ranks, and trains the rows of this shard."""
         add_levels(returned, share.to, share.of, share.header.levels)
         row_grads = returned.index_select(0, share.roots)
@@ -246,8 +244,10 @@ class VectorExchange(NoVectors):
         streams.compute.run(lambda: self._take(shared))
 
     def _send(self, shared: "SharedStep", group: int) -> Work:
-        own = shared.vectors[group]
-        return self._exchanges.all_to_all(own.received, shared.for_others[group], own.to_receive, own.to_send)()
+        vectors = shared.vectors[group]
+        return self._exchanges.all_to_all(
+            vectors.received, shared.for_others[group], vectors.to_receive, vectors.to_send
+        )()
 
     def _take(self, shared: "SharedStep") -> None:
         for rows in self._taking:
@@ -262,8 +262,10 @@ class VectorExchange(NoVectors):
     def issue_backward(self, streams: Streams, shared: "SharedStep") -> None:
         streams.compute.run(lambda: self._pack(shared))
         self._exchanges.name(f"the gradients of pooled vectors of step {shared.step.step}")
-        own = [shared.vectors[rows.index] for rows in self._pooling]
-        exchanges = [self._exchanges.all_to_all(one.returned, one.back, one.to_send, one.to_receive) for one in own]
+        of_groups = [shared.vectors[rows.index] for rows in self._pooling]
+        exchanges = [
+            self._exchanges.all_to_all(one.returned, one.back, one.to_send, one.to_receive) for one in of_groups
+        ]
         self._exchanges.across(streams, "vector_gradients_packed", exchanges, "vector_gradients_received")
 
     def _pack(self, shared: "SharedStep") -> None:
@@ -309,7 +311,7 @@ class SharedStep:
 
         self.vectors: list[Vectors] = []  # of each group, if a rank owns a whole table
 
-    def groups(self) -> Iterator[tuple[SharedRows, GroupLookup, GroupShare, Memory]]:
+    def groups(self) -> Iterator[tuple[SharedRows, GroupLookup, ArrivedShare, Memory]]:
         return zip(self._layer, self.lookups, self.shares, self.memory, strict=True)
 
     def samples(self, part: int, name: str) -> Tensor:
@@ -318,12 +320,12 @@ class SharedStep:
 
     def inputs(self, part: int) -> dict[str, Tensor]:
         """Returns the batch's other arrays, of one of this rank's parts."""
-        own = self._of.cut(slice_of(self.part_sizes, part), partial(self._lookups, part))
-        return {name: aligned(array) for name, array in own.of(self._named).items()}
+        cut_of_part = self._of.cut(slice_of(self.part_sizes, part), partial(self._lookups, part))
+        return {name: aligned(array) for name, array in cut_of_part.of(self._named).items()}
 
     def _lookups(self, part: int, feature: str) -> slice:
         group, number = self._places[feature]
-        return slice_of([own[number] for own in self.shares[group].header.sequence_lookups], part)
+        return slice_of([of_features[number] for of_features in self.shares[group].header.sequence_lookups], part)
 
 
 def slice_of(sizes: Sequence[int], part: int) -> slice:
@@ -358,7 +360,10 @@ class RowExchange:
         exchanges: Exchanges,
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group."""
-        self._layer = [SharedRows(group, own, kernels, rank) for group, own in zip(groups, records, strict=True)]
+        self._layer = [
+            SharedRows(group, group_records, kernels, rank)
+            for group, group_records in zip(groups, records, strict=True)
+        ]
         has_owner = any(rows.has_owner for rows in self._layer)
         self._vectors = (VectorExchange if has_owner else NoVectors)(self._layer, exchanges)
         pooled_here = [rows.pieces[feature] for rows in self._layer for feature in rows.features]
@@ -379,14 +384,14 @@ class RowExchange:
     def issue_lookup(self, streams: Streams, shared: SharedStep, with_it: Sequence[Start] = ()) -> None:
         """Fills `shared.pooled`. `with_it`: exchanges of the same time."""
         moves = []
-        for rows, _, own, memory in shared.groups():
-            weight, stay = rows.rows.weight, own.stay
-            moves.append(move(weight, own.send_slots[:stay], memory.received[:stay]))
-            moves.append(move(weight, own.send_slots[stay:], memory.sent))
+        for rows, _, share, memory in shared.groups():
+            weight, stay = rows.rows.weight, share.stay
+            moves.append(move(weight, share.send_slots[:stay], memory.received[:stay]))
+            moves.append(move(weight, share.send_slots[stay:], memory.sent))
         streams.compute.gather(moves)
         exchanges = [
-            self._exchanges.all_to_all(memory.received[own.stay :], memory.sent, own.to_receive, own.to_send)
-            for _, _, own, memory in shared.groups()
+            self._exchanges.all_to_all(memory.received[share.stay :], memory.sent, share.to_receive, share.to_send)
+            for _, _, share, memory in shared.groups()
         ]
         self._exchanges.name(f"the rows of step {shared.step.step}")
         self._exchanges.across(streams, "rows_packed", [*exchanges, *with_it], "rows_received")
@@ -394,7 +399,7 @@ class RowExchange:
         self._vectors.issue_forward(streams, shared)
 
     def _pool(self, shared: SharedStep) -> None:
-        by_group = [rows.pool(memory.received, lookup, own) for rows, lookup, own, memory in shared.groups()]
+        by_group = [rows.pool(memory.received, lookup, share) for rows, lookup, share, memory in shared.groups()]
         *shared.pooled, shared.for_others = map(list, zip(*by_group, strict=True))
         self._exchanges.lap("lookup")
 
@@ -405,15 +410,15 @@ class RowExchange:
 
     def bags(self, shared: SharedStep, part: int) -> list[list[int]]:
         """The bags of each feature in each of `shared.pooled[part]`."""
-        return [*(own.bags[part] for own in shared.shares), *self._vectors.bags(shared.part_sizes[part])]
+        return [*(share.bags[part] for share in shared.shares), *self._vectors.bags(shared.part_sizes[part])]
 
     def arranged(self, shared: SharedStep, part: int, values: Iterable[Tensor]) -> list[Embedded]:
         """`values`: f32 [bags, D] of each feature, in the order of `bags`."""
         left = iter(values)
         by_group = [
             feature
-            for rows, lookup, own, _ in shared.groups()
-            for feature in rows.features_of(part, list(islice(left, len(rows.features))), lookup, own)
+            for rows, lookup, share, _ in shared.groups()
+            for feature in rows.features_of(part, list(islice(left, len(rows.features))), lookup, share)
         ]
         return in_job_order([*by_group, *left], self._places)
 
@@ -425,18 +430,18 @@ class RowExchange:
     def _reduce(self, shared: SharedStep) -> None:
         by_group = zip(*shared.gradients, strict=True)
         shared.pooled, shared.gradients = [], []
-        for (rows, lookup, own, memory), gradients in zip(shared.groups(), by_group, strict=True):
-            rows.reduce(gradients, lookup, own, memory.back, memory.returned)
+        for (rows, lookup, share, memory), gradients in zip(shared.groups(), by_group, strict=True):
+            rows.reduce(gradients, lookup, share, memory.back, memory.returned)
         self._exchanges.lap("backward")
 
     def gradients(self, shared: SharedStep) -> list[Start]:
         """Exchanges of row gradients, for `train`."""
         return [
-            self._exchanges.all_to_all(memory.returned[own.stay :], memory.back, own.to_send, own.to_receive)
-            for _, _, own, memory in shared.groups()
+            self._exchanges.all_to_all(memory.returned[share.stay :], memory.back, share.to_send, share.to_receive)
+            for _, _, share, memory in shared.groups()
         ]
 
     def train(self, shared: SharedStep, train_step: int) -> None:
-        for rows, _, own, memory in shared.groups():
-            rows.train(memory.returned, own, train_step)
+        for rows, _, share, memory in shared.groups():
+            rows.train(memory.returned, share, train_step)
         self._exchanges.lap("update")

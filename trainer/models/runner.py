@@ -1,22 +1,24 @@
 """Computes a step with the job's model: issues look-up, forward, backward and update to the compute stream."""
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.job.models import BUILT_IN_MODELS
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.protocol.messages import GroupHeader, StepHeader
+from rowcast.protocol.plan_layout import ITEM_BYTES, ArraySpec, Dtype, GroupHeader, StepHeader
 from rowcast.runtime.arrays import F32
+from rowcast.runtime.errors import RemoteProtocolError
 from rowcast.trainer.device.streams import PhaseClock, Shown, Streams
-from rowcast.trainer.kernels import ADDRESSED, Kernels
+from rowcast.trainer.kernels import ADDRESSED, Chunks, Kernels
 from rowcast.trainer.kernels.choose import choose_kernels
-from rowcast.trainer.kernels.derived import Chunks
 from rowcast.trainer.models.embedding import Embeddings, GroupLookup
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
 from rowcast.trainer.models.job_model import JobModel, named_inputs
@@ -30,13 +32,50 @@ from rowcast.trainer.models.model_state import (
     saved_and_restored,
 )
 
+DTYPES: dict[Dtype, torch.dtype] = {name: torch.from_numpy(np.empty(0, name)).dtype for name in get_args(Dtype)}
 
-class Arrays(Mapping[str, Tensor]):
-    """A step's arrays, by name."""
 
-    @abstractmethod
+class PlanArrays(Mapping[str, Tensor]):
+    """Arrays in a block of bytes, by name. They become tensors when they are asked for: compiled loops take addresses,
+    and a tensor costs more than the few rows of a small group."""
+
+    def __init__(self, block: Tensor, specs: Sequence[ArraySpec]) -> None:
+        """Raises RemoteProtocolError if an array is not inside the block."""
+        self.block = block
+        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}  # first byte, dtype, shape
+        self.made: dict[str, Tensor] = {}
+        self._items: dict[torch.dtype, Tensor] = {}
+        nbytes = len(block)
+        for spec in specs:
+            self.places[spec.name] = spec.offset, DTYPES[spec.dtype], spec.shape
+            end = spec.offset + math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
+            if end > nbytes:
+                raise RemoteProtocolError(f"array {spec.name} ends at byte {end} of a block of {nbytes} bytes")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.made:
+            offset, dtype, shape = self.places[name]
+            items = self._items.get(dtype)
+            if items is None:
+                whole = len(self.block) // dtype.itemsize * dtype.itemsize
+                items = self._items[dtype] = self.block[:whole].view(dtype)
+            first = offset // dtype.itemsize
+            self.made[name] = items[first : first + math.prod(shape)].view(shape)
+        return self.made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
     def addresses(self, names: Sequence[str]) -> list[int]:
         """Returns where each array begins; 0 if there is none of this name."""
+        base, places = self.block.data_ptr(), self.places
+        return [base + places[name][0] if name in places else 0 for name in names]
 
 
 @cache
@@ -44,18 +83,16 @@ def array_names(group: int, fields: tuple[str, ...]) -> list[str]:
     return [f"{group}.{field}" for field in fields]
 
 
-class StepInputs(Protocol):
-    """A runner's view of a step; implemented by `cache.Step`."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class StepInputs:
+    """What a runner takes of a step."""
+
+    header: StepHeader
+    arrays: PlanArrays = field(init=False)  # on the device
 
     @property
-    def step(self) -> int: ...
-
-    @property
-    def header(self) -> StepHeader: ...
-
-    @property
-    def arrays(self) -> Arrays:
-        """On the device."""
+    def step(self) -> int:
+        return self.header.step
 
 
 def step_lookups(step: StepInputs) -> list[GroupLookup]:
@@ -70,12 +107,12 @@ class ArrivedLookup(GroupLookup):
 
     __slots__ = ("_addresses", "_arrays", "_group", "_header")
     _addresses: list[int]
-    _arrays: Arrays
+    _arrays: PlanArrays
     _group: int
     _header: GroupHeader
 
     @classmethod
-    def of(cls, arrays: Arrays, group: int, header: GroupHeader, batch_size: int) -> GroupLookup:
+    def of(cls, arrays: PlanArrays, group: int, header: GroupHeader, batch_size: int) -> GroupLookup:
         lookup = cls.__new__(cls)
         lookup._arrays, lookup._group, lookup._header = arrays, group, header
         lookup.batch_size, lookup.sequence_lookups = batch_size, header.sequence_lookups
@@ -86,13 +123,13 @@ class ArrivedLookup(GroupLookup):
         if name in ("_arrays", "_group"):
             raise AttributeError(name)
         if name == "_addresses":
-            found: Any = self._arrays.addresses(array_names(self._group, ADDRESSED))
+            value: Any = self._arrays.addresses(array_names(self._group, ADDRESSED))
         elif name == "chunks":
-            found = Chunks(*[self._arrays[own] for own in array_names(self._group, Chunks._fields)])
+            value = Chunks(*[self._arrays[array] for array in array_names(self._group, Chunks._fields)])
         else:
-            found = self._arrays.get(f"{self._group}.{name}")
-        setattr(self, name, found)
-        return found
+            value = self._arrays.get(f"{self._group}.{name}")
+        setattr(self, name, value)
+        return value
 
     def addresses(self) -> list[int]:
         return self._addresses
@@ -104,15 +141,6 @@ class ArrivedLookup(GroupLookup):
     @property
     def num_unique(self) -> int:
         return self._header.num_unique
-
-
-class Scores(Protocol):
-    """Takes the scores of all samples, in their order; implemented by `ScoreFile`."""
-
-    def begin(self, name: str) -> None:
-        """`name`: of what they are, as `JobModel.score_name`."""
-
-    def write(self, scores: F32) -> None: ...
 
 
 class Runner:
@@ -130,35 +158,34 @@ class Runner:
         parts: int = 1,
         *,
         trains: bool = True,
-        scores: Scores | None = None,
+        take_scores: Callable[[F32], None] | None = None,
     ) -> None:
-        """`clock` times the steps' stream. `kernels`: None chooses those for the device. `scores`: take what evaluation
-        steps compute, instead of metrics."""
+        """`clock` times the steps' stream. `kernels`: None chooses those for the device. `take_scores`
+        gets the scores of all evaluated samples, in their order, f32; then there are no metrics."""
         self.device = device
         self._job = job
         self._clock: PhaseClock = clock or PhaseClock()
-        self._trains, self._scores = trains, scores
+        self._trains, self._take_scores = trains, take_scores
         self._scored: dict[int, list[Tensor]] = {}  # by step, on their way to the host
-        self._side = JobModel(job, num_dense, device, trains=trains, needs_labels=scores is None, parts=parts)
+        self._side = JobModel(job, num_dense, device, trains=trains, needs_labels=take_scores is None, parts=parts)
         self.model = self._side.model
         self.dense_step = self._side.dense_step
         self.trained = [self.model, *self.dense_step.objects]
         self._kernels = kernels or choose_kernels(device, job)
         self._metrics = EvalMetrics(device, parts, len(job.data.columns.labels), self._side.eval_names)
-        if scores is not None:
-            scores.begin(self._side.score_name)
+        self.score_name = self._side.score_name
 
     def count(self, step: int, outputs: Any, labels: Tensor, part: int = 0) -> None:
         """Adds the outputs of an evaluation step, or of one of its parts, to the metrics or to the scores."""
-        if self._scores is None:
+        if self._take_scores is None:
             self._side.count(self._metrics, outputs, labels, part)
         else:
             self._scored.setdefault(step, []).append(to_host(self._side.scores(outputs, labels)))
 
     def completed(self, step: int) -> None:
         for part in self._scored.pop(step, []):
-            assert self._scores is not None, "`count` found it"
-            self._scores.write(part.numpy())
+            assert self._take_scores is not None, "`count` found it"
+            self._take_scores(part.numpy())
 
     def issue_state(self, streams: Streams) -> None:
         pass
@@ -207,10 +234,10 @@ class StepRunner(Runner):
         kernels: Kernels | None = None,
         *,
         trains: bool = True,
-        scores: Scores | None = None,
+        take_scores: Callable[[F32], None] | None = None,
     ) -> None:
         """`records`: f32 [slots, record_floats] of each group."""
-        super().__init__(job, records[0].device, num_dense, clock, kernels, trains=trains, scores=scores)
+        super().__init__(job, records[0].device, num_dense, clock, kernels, trains=trains, take_scores=take_scores)
         self._embeddings = Embeddings(group_specs(job), records, self._kernels, self._clock.lap)
 
     def issue_train(self, streams: Streams, step: StepInputs, loss: Tensor) -> None:

@@ -19,14 +19,14 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.protocol.messages import StopRequest
 from rowcast.protocol.parts import Rank, belonging, part_seed
+from rowcast.runtime.arrays import F32
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.device.streams import PhaseClock, Shown, Streams
 from rowcast.trainer.kernels import Kernels
 from rowcast.trainer.models.evaluate import EvalCounts, EvalMetrics, to_host
-from rowcast.trainer.models.exchanges import Collectives, Exchanges, GatherMemory, SumMemory
-from rowcast.trainer.models.ordered import PartVector, padded
+from rowcast.trainer.models.exchanges import Collectives, Exchanges, GatherMemory, PartVector, SumMemory, padded
 from rowcast.trainer.models.row_exchange import RowExchange, SharedStep
-from rowcast.trainer.models.runner import Runner, Scores, StepInputs
+from rowcast.trainer.models.runner import Runner, StepInputs
 
 
 class AgreedStop:
@@ -41,7 +41,7 @@ class AgreedStop:
 
     def __init__(self, rank: Rank, job: Job, send: Callable[[StopRequest], None]) -> None:
         """`send`: to this rank's prefetcher."""
-        self._is_only_rank = rank.count == 1
+        self.rank = rank
         self._ahead = (2 * job.lookahead.depth + 3) * job.bundle
         self._send = send
         self._reason: str | None = None
@@ -56,7 +56,7 @@ class AgreedStop:
         if self._reason is not None:
             return
         self._reason = reason
-        if self._is_only_rank:
+        if self.rank.count == 1:
             self._send(StopRequest(reason=reason))
 
     def settle(self) -> None:
@@ -66,7 +66,7 @@ class AgreedStop:
     def seen(self, step: int, asked: Sequence[bool]) -> None:
         """`asked`: for each rank, whether it had a stop request when it sent its values of `step`. The same on all
         ranks."""
-        if self._is_only_rank or self._is_agreed or True not in asked:
+        if self.rank.count == 1 or self._is_agreed or True not in asked:
             return
         self._is_agreed = True
         reason = self._reason or f"a request to rank {asked.index(True)}"
@@ -87,7 +87,7 @@ class SharedEvaluation(EvalMetrics):
         self._rank = rank
         self._exchanges = exchanges
         integers, sums = by_kind(self.counts.named())
-        num_counts, num_sums = (sum(counts.numel() for counts in own.values()) for own in (integers, sums))
+        num_counts, num_sums = (sum(counts.numel() for counts in kind.values()) for kind in (integers, sums))
         counts = torch.zeros(padded(num_counts, rank.count), dtype=torch.int64, device=device)
         self._count_memory = SumMemory.of(counts, rank.count)
         self._sum_memory = GatherMemory.of(torch.zeros(num_sums, dtype=torch.float64, device=device), rank.count)
@@ -117,9 +117,9 @@ class SharedEvaluation(EvalMetrics):
         """Continues from a `state`, of any number of ranks. Returns whether an evaluation is in progress."""
         saved = EvalCounts.saved(tensors)
         if saved:
-            own = self._rank.own_parts
+            parts = self._rank.own_parts
             counts = {name: counts if self._rank.number == 0 else counts * 0 for name, counts in saved.items()}
-            counts |= {name: sums[own.start : own.stop] for name, sums in by_kind(saved)[1].items()}
+            counts |= {name: sums[parts.start : parts.stop] for name, sums in by_kind(saved)[1].items()}
             self.continue_from(counts)
         self.in_progress = bool(saved)
         return self.in_progress
@@ -133,14 +133,18 @@ class SharedEvaluation(EvalMetrics):
         def pack() -> None:
             torch.cat([tensor.view(-1) for tensor in integers.values()], out=counts.own[: sum(sizes)])
             pairs = zip(of_parts.values(), widths, strict=True)
-            torch.cat([own.view(-1, width) for own, width in pairs if width], dim=1, out=sums.own.view(-1, sum(widths)))
+            torch.cat(
+                [part_sums.view(-1, width) for part_sums, width in pairs if width],
+                dim=1,
+                out=sums.own.view(-1, sum(widths)),
+            )
 
         def unpack() -> None:
             totals = torch.split(to_host(counts.total[: sum(sizes)]), sizes)
             named = {name: total.view(integers[name].shape) for name, total in zip(integers, totals, strict=True)}
             pieces = torch.split(sums.all.view(-1, sum(widths)), widths, dim=1)
-            for (name, own), piece in zip(of_parts.items(), pieces, strict=True):
-                named[name] = to_host(piece.reshape(len(piece), *own.shape[1:]))
+            for (name, part_sums), piece in zip(of_parts.items(), pieces, strict=True):
+                named[name] = to_host(piece.reshape(len(piece), *part_sums.shape[1:]))
             take(EvalCounts.of(named))
 
         streams.compute.run(pack)
@@ -166,18 +170,17 @@ class SharedRunner(Runner):
         job: Job,
         records: list[Tensor],
         num_dense: int,
-        rank: Rank,
         collectives: Collectives,
         stop: AgreedStop,
         kernels: Kernels | None = None,
         clock: PhaseClock | None = None,
         *,
         trains: bool = True,
-        scores: Scores | None = None,
+        take_scores: Callable[[F32], None] | None = None,
     ) -> None:
-        """`records`: f32 [slots, record_floats] of each group."""
-        device = records[0].device
-        super().__init__(job, device, num_dense, clock, kernels, rank.parts, trains=trains, scores=scores)
+        """`records`: f32 [slots, record_floats] of each group. `stop`: of the same rank."""
+        device, rank = records[0].device, stop.rank
+        super().__init__(job, device, num_dense, clock, kernels, rank.parts, trains=trains, take_scores=take_scores)
         # called for each train step with the rows that a rank owns, maximum over mean
         self.balanced: Callable[[float], None] = lambda imbalance: None
         self._step = 0  # the newest issued
@@ -254,10 +257,10 @@ class SharedRunner(Runner):
         """Writes the results of this rank's parts to the vector, and gradients of pooled rows to `shared`."""
         for leaf in chain(*shared.pooled):
             leaf.requires_grad_()
-        for part, number in enumerate(self._rank.own_parts):
-            self._vector.take(part, self._train_part(shared, part, number))
+        for part in range(self._rank.parts_per_rank):
+            self._vector.take(part, self._train_part(shared, part))
             self._clock.lap("backward")
-        shared.gradients = [list(map(gradient_of, own)) for own in shared.pooled]
+        shared.gradients = [list(map(gradient_of, pieces)) for pieces in shared.pooled]
 
     def _add_up(self, shared: SharedStep) -> None:
         self._vector.add_up()
@@ -269,22 +272,20 @@ class SharedRunner(Runner):
         """Writes to `out`, f32 [1 or more], whether this rank has a stop request."""
         out[:1].fill_(self._stop.asked)
 
-    def _train_part(self, shared: SharedStep, part: int, number: int) -> Tensor | None:
+    def _train_part(self, shared: SharedStep, part: int) -> Tensor | None:
         """Returns the weighted loss; None without samples."""
         size = shared.part_sizes[part]
         if size == 0:
             return None
-        if self._rank.parts > 1:  # with one part, random numbers continue from step to step
-            torch.manual_seed(part_seed(self._job.job.seed, shared.step.header.train_step, number))
         before = versions(self.model)
         outputs = self._outputs(shared, part, training=True)
         loss = self._side.loss(outputs, shared.samples(part, "labels"))
         self._clock.lap("forward")
         # a gradient given to backward() has the same bits, but torch imports sympy to compare its shape
-        own = loss * self._share(size, shared.batch_size)
-        torch.autograd.backward(own)
+        share_of_loss = loss * self._share(size, shared.batch_size)
+        torch.autograd.backward(share_of_loss)
         refuse_changed_buffers(before, self.model)
-        return own.detach()
+        return share_of_loss.detach()
 
     def _finish(self, shared: SharedStep) -> None:
         self._told[shared.step.step] = to_host(self._vector.told(self._sum.total))
@@ -299,6 +300,9 @@ class SharedRunner(Runner):
                 self.count(shared.step.step, outputs, shared.samples(part, "labels"), part)
 
     def _outputs(self, shared: SharedStep, part: int, *, training: bool) -> Any:
+        if self._rank.parts > 1:  # with one part, random numbers continue from step to step
+            number = self._rank.own_parts[part]
+            torch.manual_seed(part_seed(self._job.job.seed, shared.step.header.train_step, number))
         rows, dense = self._rows.embeddings(shared, part), shared.samples(part, "dense")
         return self._side.forward(dense, rows, shared.inputs(part), training=training)
 

@@ -10,7 +10,7 @@ from rowcast.job.embedding_tables import RowType, Table
 from rowcast.job.schema import Job
 from rowcast.protocol.batch import Batch
 from rowcast.trainer.kernels import torch_ops
-from rowcast.trainer.kernels.gradients import taken
+from rowcast.trainer.kernels.torch_ops import taken
 from rowcast.trainer.models import build_model
 from rowcast.trainer.models.embedding import Embedded, Sequences
 from rowcast.trainer.models.job_model import ForwardPass
@@ -29,8 +29,8 @@ class TrainedModel(nn.Module):
         """`weights`: of each table, in its dtype; they become parameters. Raises ConfigError."""
         super().__init__()
         self.model = build_model(job, num_dense)
-        for table, own in zip(job.tables, weights, strict=False):
-            self.register_parameter(f"table_{table.name}", nn.Parameter(own))
+        for table, weight in zip(job.tables, weights, strict=False):
+            self.register_parameter(f"table_{table.name}", nn.Parameter(weight))
         self._pass, self._tables, self._gradients = ForwardPass(job, self.model), job.tables, job.ranks.gradients
 
     @property
@@ -41,18 +41,20 @@ class TrainedModel(nn.Module):
         """dense: f32 [B, num_dense]. ids: of each feature, rows i64 [n] of its table, sample by sample; the start of
         each sample's rows, i64 [B + 1], or None: one row each; and weights f32 [n], or None: all 1. inputs: other
         arrays of the data, {} if it has none. `run.inputs(frame)` gives all three."""
-        return self.scores([getattr(self, f"table_{table.name}") for table in self._tables], dense, ids, inputs)
-
-    def scores(
-        self, weights: Sequence[Tensor], dense: Tensor, ids: Mapping[str, Bags], inputs: Mapping[str, Tensor]
-    ) -> Any:
-        """The same with other `weights` of the tables."""
-        rows = [
-            look_up(table, weight, ids[feature], self._gradients)
-            for table, weight in zip(self._tables, weights, strict=True)
-            for feature in table.features
-        ]
+        weights = [getattr(self, f"table_{table.name}") for table in self._tables]
+        rows = rows_of_features(self._tables, weights, ids, self._gradients)
         return self._pass.logits(self._pass(self.model, dense, rows, inputs))
+
+
+def rows_of_features(
+    tables: Sequence[Table], weights: Sequence[Tensor], ids: Mapping[str, Bags], gradients: RowType
+) -> list[Embedded]:
+    """Returns what each feature gives to the model. `weights`: of each table. `ids`: as `TrainedModel` takes them."""
+    return [
+        look_up(table, weight, ids[feature], gradients)
+        for table, weight in zip(tables, weights, strict=True)
+        for feature in table.features
+    ]
 
 
 def look_up(table: Table, weight: Tensor, bags: Bags, gradients: RowType) -> Embedded:

@@ -1,6 +1,6 @@
 """The charts of `report.html`: learning over the whole run, speed and traffic from the marks of this process."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import cycle, pairwise
@@ -12,8 +12,8 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F32, F64, I64
-from rowcast.runtime.drawing import dress, new_figure, set_ticks, svg_text
-from rowcast.runtime.telemetry.format_numbers import UNITS, human_bytes, human_count, human_seconds
+from rowcast.runtime.drawing import dress, new_figure, svg_text
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.progress import HistoryMark
 from rowcast.trainer.report.report_json import Report
@@ -22,13 +22,15 @@ from rowcast.trainer.step.metrics import StallReason
 MOST_POINTS = 300  # more cannot be distinguished on a page
 MOST_DOTS = 60
 SMOOTHED = 20  # a smoothed loss is the mean of about one in this many points
-USUAL = 0.98  # the fraction of losses that the axis must show; rare high ones may be cut off
+USUAL = 0.99  # the fraction of losses that the axis shows; rare high ones are cut off
 TABLE_ROWS = 8
 STACKED: tuple[StallReason, ...] = ("rows", "results", "barrier")  # the loop's waits; it has one at a time
 BESIDE: dict[StallReason, str] = {"ring": "ring (the sender)"}  # it has a separate thread
 AMONG_RANKS: dict[StallReason, str] = {"ranks": "ranks (within steps)"}
-LEAST_TOP = 0.05  # least top of an axis of fractions, so that small fractions look small
+LEAST_TOP = 0.05  # of an axis over time, so that small fractions look small
 NOTHING = "No step was done."
+NO_LEVELS: Mapping[str, float] = {}
+MEAN = "The model's own figure: the sum over the weight that its eval_sums gave."
 RANK_WAITS = " Within its steps, rank 0 waited for the other ranks: until they had come as far, and for what they sent."
 
 THEME = {  # colour -> the page's variable, which is another colour on a dark screen
@@ -42,12 +44,6 @@ LEGEND = {"fontsize": 12, "labelcolor": TEXT, "frameon": False, "borderpad": 0}
 INCHES = (6.1, 3.9)
 
 Unit = Literal["steps", "seconds", "count", "share", "bytes", "plain"]
-# what an axis counts if its end is at least twice as large, and how; of a share, the only one
-SCALES: dict[Unit, Sequence[tuple[float, str]]] = {
-    "seconds": ((86400, " d"), (3600, " h"), (60, " min"), (1, " s")),
-    "bytes": (*((size, f" {name}") for size, name in UNITS), (1, " B")),
-    "share": ((0.01, " %"),),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +66,9 @@ class Chart:
     title: str
     caption: str  # its content and how to read it
     mark: Callable[[Any], None] = lambda axes: None  # draws on matplotlib's axes
-    x_label: str = ""
+    x_label: str = "train steps"
     x_unit: Unit = "steps"
     y_unit: Unit = "plain"
-    x_end: float = 1.0  # the axis begins at 0
-    y_range: tuple[float, float] = (0.0, 1.0)  # to be shown at least
     x: F64 = field(default_factory=lambda: np.empty(0))  # [n], of all series
     series: dict[str, F64] = field(default_factory=dict)  # name -> [n]: for the text and the table
 
@@ -84,13 +78,12 @@ class Chart:
         figure = new_figure(INCHES)
         axes = figure.subplots()
         self.mark(axes)
-        axes.set(xlim=(0, self.x_end), ylim=self.y_range)
         axes.set_xlabel(self.x_label, color=MUTED, fontsize=13)
-        for axis, unit, top in ((axes.xaxis, self.x_unit, self.x_end), (axes.yaxis, self.y_unit, self.y_range[1])):
-            factor, suffix = next((own for own in SCALES.get(unit, ()) if top >= 2 * own[0]), (1, ""))
-            set_ticks(axis, factor, suffix)
-        axes.set_xlim(0, self.x_end)
+        for axis, unit in ((axes.xaxis, self.x_unit), (axes.yaxis, self.y_unit)):
+            if unit in TICKS:
+                axis.set_major_formatter(TICKS[unit])
         axes.tick_params(length=0, pad=8, labelsize=12, labelcolor=MUTED)
+        axes.tick_params(axis="x", pad=14)  # its first number is then below the zero of the other axis
         dress(axes, "y", ("top", "right", "left", "bottom"), HAIR)
         if axes.get_legend_handles_labels()[1]:
             figure.legend(loc="outside upper left", ncols=2, **LEGEND)
@@ -138,6 +131,13 @@ WORDS: dict[Unit, Callable[[float], str]] = {
     "bytes": human_bytes,
     "plain": lambda value: f"{value:.4f}",
 }  # a number in running text
+TICKS: dict[Unit, Callable[[float, int], str]] = {
+    "steps": lambda value, _: f"{value:,.0f}",
+    "seconds": lambda value, _: human_seconds(value),
+    "count": lambda value, _: human_count(value),
+    "share": lambda value, _: f"{100 * value:.3g} %",
+    "bytes": lambda value, _: f"{human_count(value)}B",
+}  # those of other units are matplotlib's
 
 
 # learning
@@ -184,8 +184,8 @@ def loss_chart(run: RunRecord) -> Chart:
         return Chart(title="Loss", caption=f"{num_lost:,} of {len(run.losses):,} losses are not finite.")
     buckets = in_buckets(run.losses)
     smooth, number = buckets.smoothed()
-    highest, usual, low = float(buckets.high.max()), float(np.quantile(buckets.high, USUAL)), float(buckets.low.min())
-    top, cut = min(highest, usual + (usual - low)), ""
+    highest, low, cut = float(buckets.high.max()), float(buckets.low.min()), ""
+    top = float(np.quantile(buckets.high, USUAL, method="higher"))
     if highest > top:
         step = int(buckets.last[int(np.argmax(buckets.high))])
         cut = f" The axis cuts off rare high ones: the highest is {highest:.4g}, by step {step:,}."
@@ -197,33 +197,30 @@ def loss_chart(run: RunRecord) -> Chart:
         else:
             axes.plot(buckets.last, buckets.mean, color=MUTED, linewidth=1, alpha=0.75, label="each step")
         axes.plot(buckets.last, smooth, **LINES[0], label=f"mean of the last {number * buckets.steps_each:,} steps")
-        mark_starts(axes, run)
+        mark_steps(axes, run)
+        axes.set_ylim(low, top if low < top else None)
 
     return Chart(
         title="Loss",
         caption="Binary cross entropy of each train step, or the model's own loss, mean over its samples." + cut,
         mark=mark,
-        x_label="train steps",
-        x_end=last_step(run),
-        y_range=with_room(low, top),
         x=buckets.last,
         series={"smoothed": smooth, "mean" if buckets.steps_each > 1 else "loss": buckets.mean},
     )
 
 
-def mark_starts(axes: Any, run: RunRecord) -> None:
+def mark_steps(axes: Any, run: RunRecord) -> None:
+    """Shows all train steps of the run, and where this process began."""
+    axes.set_xlim(0, max([len(run.losses), 1, *(evaluation.train_step for evaluation in run.evaluations)]))
     for number, start in enumerate(sorted({start for start in run.starts if start})):
         label = {} if number else {"label": "this process continued here"}
         axes.axvline(start, color=TEXT, linewidth=1, linestyle=(0, (2, 3)), **label)
 
 
-def last_step(run: RunRecord) -> float:
-    return float(max([len(run.losses), 1, *(evaluation.train_step for evaluation in run.evaluations)]))
-
-
 def evaluation_charts(run: RunRecord) -> list[Chart]:
-    """AUC and log loss, then a chart for each of several labels, and for each k of eval.ranks."""
-    tasks, ranking = (run.evaluations[-1].tasks, run.evaluations[-1].ranking) if run.evaluations else ([], {})
+    """AUC and log loss, then a chart for each of several labels, each k of eval.ranks, and each of eval_names."""
+    last = run.evaluations[-1] if run.evaluations else None
+    tasks, ranking, means = (last.tasks, last.ranking, last.means) if last else ([], {}, {})
     is_own_loss = any(evaluation.is_own_loss for evaluation in run.evaluations if evaluation.logloss is not None)
     title, what = "Log loss", "Mean binary cross entropy"
     if is_own_loss:
@@ -234,57 +231,71 @@ def evaluation_charts(run: RunRecord) -> list[Chart]:
     known = "Area under the ROC curve on the evaluation samples whose label {} is known."
     best = "Mean over the positives of the evaluation; 1 is a positive that scores more than all other candidates."
     return [
-        evaluation_chart(run, "AUC", auc + mean, [own.auc for own in run.evaluations]),
-        evaluation_chart(run, title, loss, [own.logloss for own in run.evaluations]),
+        evaluation_chart(run, "AUC", auc + mean, [evaluation.auc for evaluation in run.evaluations]),
+        evaluation_chart(run, title, loss, [evaluation.logloss for evaluation in run.evaluations], constant(run)),
         *(
             evaluation_chart(
-                run, f"AUC of {task.label}", known.format(task.label), [own.tasks[i].auc for own in run.evaluations]
+                run,
+                f"AUC of {task.label}",
+                known.format(task.label),
+                [evaluation.tasks[i].auc for evaluation in run.evaluations],
             )
             for i, task in enumerate(tasks)
         ),
         *(
-            evaluation_chart(run, name.upper(), best, [own.ranking.get(name) for own in run.evaluations])
+            evaluation_chart(run, name.upper(), best, [evaluation.ranking.get(name) for evaluation in run.evaluations])
             for name in ranking
             if name.startswith("ndcg@")
+        ),
+        *(
+            evaluation_chart(run, name, MEAN, [evaluation.means.get(name) for evaluation in run.evaluations])
+            for name in means
         ),
     ]
 
 
-def evaluation_chart(run: RunRecord, title: str, caption: str, values: Sequence[float | None]) -> Chart:
-    """`values`: of each evaluation."""
-    steps = [own.train_step for own in run.evaluations]
+def constant(run: RunRecord) -> dict[str, float]:
+    """Returns the log loss of always answering the share of positive labels, if an evaluation has it."""
+    known = [(last.logloss, last.normalized_entropy) for last in run.evaluations]
+    levels = [loss / entropy for loss, entropy in known if loss is not None and entropy]
+    return {"always the share of positives": levels[-1]} if levels else {}
+
+
+def evaluation_chart(
+    run: RunRecord, title: str, caption: str, values: Sequence[float | None], levels: Mapping[str, float] = NO_LEVELS
+) -> Chart:
+    """`values`: of each evaluation. `levels`: to compare them with."""
+    steps = [evaluation.train_step for evaluation in run.evaluations]
     pairs = zip(steps, values, strict=True)
-    found = np.array([(step, number) for step, number in pairs if number is not None and isfinite(number)], np.float64)
-    if not len(found):
+    points = np.array([(step, number) for step, number in pairs if number is not None and isfinite(number)], np.float64)
+    if not len(points):
         why = (
-            "Every evaluation had labels of one kind only, outputs that are no logits, or a value that is not finite."
+            "Every evaluation had labels of one kind only, outputs that are no logits, no weight, or a value that is "
+            "not finite."
             if run.evaluations
             else "No evaluation was made; data.eval_fraction makes some."
         )
         return Chart(title=title, caption=why)
-    x, y = found[spread(len(found), MOST_POINTS)].T
+    if len(points) == 1:
+        [(step, value)] = points
+        compared = "".join(f"; {level:.4f} is {name}" for name, level in levels.items())
+        return Chart(title=title, caption=f"{value:.4f} after {step:,.0f} train steps{compared}. {caption}")
+    x, y = points[spread(len(points), MOST_POINTS)].T
 
     def mark(axes: Any) -> None:
         dots = {"marker": "o", "markersize": 7} if len(y) <= MOST_DOTS else {}
         axes.plot(x, y, **LINES[0], **dots, clip_on=False, label="each evaluation")
-        mark_starts(axes, run)
+        for name, level in levels.items():
+            axes.axhline(level, **LINES[1], label=name)
+        mark_steps(axes, run)
 
     return Chart(
         title=title,
         caption=caption,
         mark=mark,
-        x_label="train steps",
-        x_end=last_step(run),
-        y_range=with_room(float(y.min()), float(y.max())),
         x=x,
         series={title: y},
     )
-
-
-def with_room(low: float, high: float) -> tuple[float, float]:
-    """On both sides if all values are equal."""
-    room = 0.0 if low < high else abs(low) / 10 or 1.0
-    return low - room, high + room
 
 
 # speed and traffic: each value is the mean between two marks
@@ -325,79 +336,82 @@ def intervals(marks: Sequence[HistoryMark], grows: str) -> Intervals | None:
 def timed_chart(
     title: str,
     caption: str,
-    found: Intervals,
+    between: Intervals,
     unit: Unit,
     series: dict[str, F64],
     top: float | None = None,
     mark: Callable[[Any], None] | None = None,
 ) -> Chart:
-    """By default with a line for each of the series."""
+    """By default with a line for each of the series. `top`: of the axis."""
 
     def lines(axes: Any) -> None:
         for (name, y), look in zip(series.items(), cycle(LINES), strict=False):
-            axes.stairs(y, found.edges, baseline=None, **look, **({"label": name} if len(series) > 1 else {}))
+            axes.stairs(y, between.edges, baseline=None, **look, **({"label": name} if len(series) > 1 else {}))
+
+    def from_zero(axes: Any) -> None:
+        (mark or lines)(axes)
+        axes.set(xlim=(0, between.edges[-1]), ylim=(0, top or max(axes.get_ylim()[1], LEAST_TOP)))
 
     return Chart(
         title=title,
         caption=caption,
-        mark=mark or lines,
+        mark=from_zero,
         x_label="time since the first step",
         x_unit="seconds",
-        x_end=float(found.edges[-1]),
         y_unit=unit,
-        y_range=(0.0, top or max(float(y.max()) for y in series.values()) or 1.0),
-        x=found.edges[1:],
+        x=between.edges[1:],
         series=series,
     )
 
 
 def samples_chart(run: RunRecord) -> Chart:
-    if (found := intervals(run.marks, "time_s")) is None:
+    if (between := intervals(run.marks, "time_s")) is None:
         return Chart(title="Samples a second", caption=NOTHING)
     caption = "An evaluation has no backward pass and no update, and so takes more of them."
-    series = {"trained": found.ratio("samples", "time_s"), "evaluated": found.ratio("eval_samples", "time_s")}
-    return timed_chart("Samples a second", caption, found, "count", series)
+    series = {"trained": between.ratio("samples", "time_s"), "evaluated": between.ratio("eval_samples", "time_s")}
+    return timed_chart("Samples a second", caption, between, "count", series)
 
 
 def stalls_chart(run: RunRecord) -> Chart:
-    if (found := intervals(run.marks, "time_s")) is None:
+    if (between := intervals(run.marks, "time_s")) is None:
         return Chart(title="Waits, as a share of time", caption=NOTHING)
     among_ranks = len(run.report.ranks) > 1
     beside = BESIDE | (AMONG_RANKS if among_ranks else {})
-    series: dict[str, F64] = {reason: found.stalled(reason) for reason in (*STACKED, *beside)}
+    series: dict[str, F64] = {reason: between.stalled(reason) for reason in (*STACKED, *beside)}
     tops = np.cumsum([series[reason] for reason in STACKED], axis=0)
 
     def mark(axes: Any) -> None:
         floors = [np.zeros_like(tops[0]), *tops[:-1]]
         for reason, low, high, (colour, edge) in zip(STACKED, floors, tops, AREAS, strict=True):
             look = {"facecolor": colour, "edgecolor": TEXT, "linewidth": 0.75, "linestyle": edge}
-            axes.stairs(high, found.edges, baseline=low, fill=True, label=reason, **look)
+            axes.stairs(high, between.edges, baseline=low, fill=True, label=reason, **look)
         for (reason, name), look in zip(beside.items(), reversed(LINES), strict=False):
-            axes.stairs(series[reason], found.edges, baseline=None, label=name, **look)
+            axes.stairs(series[reason], between.edges, baseline=None, label=name, **look)
 
     caption = (
         "The main loop waited for rows, for results of the device, or at the barrier of a checkpoint; these waits add "
         "up. In parallel, the sender waited for space in the ring. Waits for rows: enlarge the cache, or give the "
         "prefetcher more cores." + (RANK_WAITS if among_ranks else "")
     )
-    top = max(LEAST_TOP, float(tops.max()), *(float(series[reason].max()) for reason in beside))
-    return timed_chart("Waits, as a share of time", caption, found, "share", series, top, mark)
+    return timed_chart("Waits, as a share of time", caption, between, "share", series, mark=mark)
 
 
 def hits_chart(run: RunRecord) -> Chart:
-    if (found := intervals(run.marks, "unique_rows")) is None:
+    if (between := intervals(run.marks, "unique_rows")) is None:
         return Chart(title="Hit ratio", caption="No row was looked up.")
     caption = (
         "Distinct rows of a step that were on the device when it was planned. Low: the cache is small for this data."
     )
-    return timed_chart("Hit ratio", caption, found, "share", {"hit ratio": found.ratio("hits", "unique_rows")}, top=1.0)
+    return timed_chart(
+        "Hit ratio", caption, between, "share", {"hit ratio": between.ratio("hits", "unique_rows")}, top=1.0
+    )
 
 
 def bytes_chart(run: RunRecord) -> Chart:
-    if (found := intervals(run.marks, "steps")) is None:
+    if (between := intervals(run.marks, "steps")) is None:
         return Chart(title="Bytes a step", caption=NOTHING)
     series = {
-        "to the device": found.ratio("bytes_to_device", "steps"),
-        "from the device": found.ratio("bytes_from_device", "steps"),
+        "to the device": between.ratio("bytes_to_device", "steps"),
+        "from the device": between.ratio("bytes_from_device", "steps"),
     }
-    return timed_chart("Bytes a step", "Rows and plans there, trained rows back.", found, "bytes", series)
+    return timed_chart("Bytes a step", "Rows and plans there, trained rows back.", between, "bytes", series)

@@ -87,7 +87,7 @@ def ignore(before: HistoryMark, mark: HistoryMark) -> None:
     """Implements `Marked` if nothing uses the marks."""
 
 
-class History:
+class MarkHistory:
     """Marks of one process, over all its attempts. The main thread calls every method."""
 
     def __init__(self, counters: TrainerCounters, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -296,17 +296,17 @@ def progress_line(
     return "  ".join(parts)
 
 
-def evaluation_text(found: Evaluation | Report) -> str:
+def evaluation_text(result: Evaluation | Report) -> str:
     """Formats what an evaluation has: a model with a custom loss may have no logits, and few have ranks."""
-    texts = [] if found.accuracy is None else [auc_text(found.auc)]
-    if found.logloss is not None:
-        texts.append(f"{'loss' if found.is_own_loss else 'log loss'} {found.logloss:.6f}")
-    if found.normalized_entropy is not None:
-        texts.append(f"normalized entropy {found.normalized_entropy:.6f}")
-    if found.accuracy is not None:
-        texts.append(f"accuracy {found.accuracy:.6f}")
-    texts += [f"{name.upper()} {value:.6f}" for name, value in found.ranking.items()]
-    return ", ".join([*texts, *(f"{name} {value:.6f}" for name, value in found.means.items() if value is not None)])
+    texts = [] if result.accuracy is None else [auc_text(result.auc)]
+    if result.logloss is not None:
+        texts.append(f"{'loss' if result.is_own_loss else 'log loss'} {result.logloss:.6f}")
+    if result.normalized_entropy is not None:
+        texts.append(f"normalized entropy {result.normalized_entropy:.6f}")
+    if result.accuracy is not None:
+        texts.append(f"accuracy {result.accuracy:.6f}")
+    texts += [f"{name.upper()} {value:.6f}" for name, value in result.ranking.items()]
+    return ", ".join([*texts, *(f"{name} {value:.6f}" for name, value in result.means.items() if value is not None)])
 
 
 def task_text(task: TaskEvaluation) -> str:

@@ -51,7 +51,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     eval_steps: int
     skipped_steps: int = 0  # of the whole run's: the model's own step left the dense weights as they were
     samples: int  # of train steps
-    samples_per_s: float  # samples / wall_s
+    samples_per_s: float = 0.0  # samples / wall_s
     wall_s: float  # from the first step to the last barrier
     startup_s: float  # from the handshake to the first step
     loss: float | None  # mean of the last 100 train steps, or of all if there are fewer; None without steps
@@ -70,13 +70,13 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     rows_evicted: int
     rows_written_back: int  # dirty victims and flushed rows
     rows_flushed: int  # at barriers
-    hit_ratio: float | None  # distinct rows resident when planned / distinct rows; None without a look-up
+    hit_ratio: float | None = None  # distinct rows resident when planned / distinct rows; None without a look-up
     trainer_wait_s: float  # waiting for rows; of the rank that waited longest
     # process -> reason -> seconds, of the rank that waited longest for it; threads of a process wait in parallel
     waits_s: dict[str, dict[str, float]]
     # per step, by the device's clock, the mean over ranks; gather and fill run in parallel with the others
     phase_ms: dict[str, float]
-    stall_share: float  # trainer_wait_s / wall_s
+    stall_share: float = 0.0  # trainer_wait_s / wall_s
     tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
     row_copies: RowCopies = RowCopies()
     # 10^9 bytes of these rows a second, of each thread that shares them; None without rows
@@ -108,59 +108,16 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def make_report(
     counters: TrainerCounters,
     *,
-    wall_s: float,
     evaluations: Sequence[Evaluation],
     prefetcher_waits_s: dict[str, float],
-    row_copies: RowCopies,
     device: str,
     pids: dict[str, int],
     **facts: Any,
 ) -> Report:
     """Makes the report of one rank. `facts`: its other fields that no counter knows."""
-    unique_rows = counters.total("unique_rows")
-    counted: dict[str, Any] = {name: counters.total(name) for name in COUNTED}
     none = Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
     last, place = evaluations[-1] if evaluations else none, place_of_best(evaluations)
-    return Report(
-        steps=counters.train_steps,
-        eval_steps=counters.eval_steps,
-        samples=counters.samples,
-        samples_per_s=counters.samples / wall_s if wall_s else 0.0,
-        wall_s=wall_s,
-        hit_ratio=counters.total("hits") / unique_rows if unique_rows else None,
-        trainer_wait_s=counters.stalls["rows"],
-        waits_s={
-            "prefetcher": prefetcher_waits_s,
-            "trainer": {str(reason): seconds for reason, seconds in counters.stalls.items()},
-        },
-        phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
-        stall_share=counters.stalls["rows"] / wall_s if wall_s else 0.0,
-        **rates(row_copies),
-        bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
-        bytes_from_device=counters.total("row_bytes_from_device"),
-        rank_imbalance=counters.mean_imbalance,
-        ranks=(rank_figures(counters, device, pids),),
-        device=device,
-        pids=pids,
-        lines_lost=LOST.lines,
-        evaluations=tuple(evaluations),
-        best_train_step=None if place < 0 else evaluations[place].train_step,
-        **{name: getattr(last, name) for name in OF_EVALUATION},
-        **counted,
-        **facts,
-    )
-
-
-def rates(copies: RowCopies) -> dict[str, Any]:
-    return {
-        "row_copies": copies,
-        "read_gb_s": copies.bytes_read / copies.read_s / 1e9 if copies.bytes_read else None,
-        "write_gb_s": copies.bytes_written / copies.write_s / 1e9 if copies.bytes_written else None,
-    }
-
-
-def rank_figures(counters: TrainerCounters, device: str, pids: dict[str, int]) -> RankFigures:
-    return RankFigures(
+    figures = RankFigures(
         rank=counters.rank,
         samples=counters.samples,
         rows_owned=counters.total("unique_rows"),
@@ -170,6 +127,30 @@ def rank_figures(counters: TrainerCounters, device: str, pids: dict[str, int]) -
         pids=pids,
         **{name: counters.total(name) for name in EXCHANGED},
     )
+    facts |= {name: counters.total(name) for name in COUNTED}
+    report = Report(
+        steps=counters.train_steps,
+        eval_steps=counters.eval_steps,
+        samples=counters.samples,
+        trainer_wait_s=counters.stalls["rows"],
+        waits_s={
+            "prefetcher": prefetcher_waits_s,
+            "trainer": {str(reason): seconds for reason, seconds in counters.stalls.items()},
+        },
+        phase_ms={name: 1e3 * seconds / max(counters.train_steps, 1) for name, seconds in counters.phases.items()},
+        bytes_to_device=counters.total("row_bytes_to_device") + counters.plan_bytes_to_device,
+        bytes_from_device=counters.total("row_bytes_from_device"),
+        rank_imbalance=counters.mean_imbalance,
+        ranks=(figures,),
+        device=device,
+        pids=pids,
+        lines_lost=LOST.lines,
+        evaluations=tuple(evaluations),
+        best_train_step=None if place < 0 else evaluations[place].train_step,
+        **{name: getattr(last, name) for name in OF_EVALUATION},
+        **facts,
+    )
+    return report_of_all([report])
 
 
 # of all ranks
@@ -186,8 +167,9 @@ def report_of_all(ranks: Sequence[Report]) -> Report:
     """`ranks`: each rank's report, by rank. Reports may have different names."""
     added = msgspec.structs.replace(ranks[0], **sums(ranks, ADDED))
     unique_rows, wall_s = added.unique_rows, added.wall_s
-    waited_s = max(own.trainer_wait_s for own in ranks)
-    tiers = [own.tier for own in ranks if own.tier is not None]
+    waited_s = max(rank.trainer_wait_s for rank in ranks)
+    tiers = [rank.tier for rank in ranks if rank.tier is not None]
+    copies = RowCopies(**sums([rank.row_copies for rank in ranks], RowCopies.__struct_fields__))
     return msgspec.structs.replace(
         added,
         samples_per_s=added.samples / wall_s if wall_s else 0.0,
@@ -195,12 +177,14 @@ def report_of_all(ranks: Sequence[Report]) -> Report:
         trainer_wait_s=waited_s,
         stall_share=waited_s / wall_s if wall_s else 0.0,
         waits_s={
-            process: by_name(max, [own.waits_s.get(process, {}) for own in ranks]) for process in ranks[0].waits_s
+            process: by_name(max, [rank.waits_s.get(process, {}) for rank in ranks]) for process in ranks[0].waits_s
         },
-        phase_ms=by_name(fmean, [own.phase_ms for own in ranks]),
+        phase_ms=by_name(fmean, [rank.phase_ms for rank in ranks]),
         tier=TierTotals(**sums(tiers, TierTotals.__struct_fields__)) if tiers else None,
-        **rates(RowCopies(**sums([own.row_copies for own in ranks], RowCopies.__struct_fields__))),
-        ranks=tuple(figures for own in ranks for figures in own.ranks),
+        row_copies=copies,
+        read_gb_s=copies.bytes_read / copies.read_s / 1e9 if copies.bytes_read else None,
+        write_gb_s=copies.bytes_written / copies.write_s / 1e9 if copies.bytes_written else None,
+        ranks=tuple(figures for rank in ranks for figures in rank.ranks),
     )
 
 

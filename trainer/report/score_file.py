@@ -27,7 +27,7 @@ WRITERS = {".csv": csv.CSVWriter, ".parquet": pq.ParquetWriter}
 
 
 class ScoreFile:
-    """Implements `runner.Scores`. `finish` gives the file its name."""
+    """Takes the scores of all samples, in their order. `finish` gives the file its name."""
 
     def __init__(self, path: Path, labels: Sequence[str], *, probability: bool) -> None:
         """`labels`: their names if there are several. Raises ConfigError."""
@@ -39,13 +39,14 @@ class ScoreFile:
         self._num_held = 0
 
     def begin(self, name: str) -> None:
+        """`name`: of what they are, as `JobModel.score_name`. Raises ConfigError."""
         if self._probability and name != "logit":
             raise ConfigError(
                 f"--probability: the model has a loss of its own, and its outputs are called {name!r}, not logits; "
                 "leave out --probability, or give the model a method logits(outputs)"
             )
-        own = "probability" if self._probability else name
-        names = [f"{label}_{own}" for label in self._labels] or [own]
+        column = "probability" if self._probability else name
+        names = [f"{label}_{column}" for label in self._labels] or [column]
         self._schema = pa.schema([(name, pa.float32()) for name in names])
         self._held, self._num_held = [], 0
         self._writer = self._told(lambda: WRITERS[self._path.suffix](self._partial, self._schema))

@@ -9,7 +9,10 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -19,34 +22,68 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.job.training_identity import refuse_finished
 from rowcast.protocol.attempts import Attempts, RankPatience
-from rowcast.protocol.messages import Welcome
+from rowcast.protocol.messages import Mode, Welcome
 from rowcast.protocol.scrape import serve_metrics
 from rowcast.runtime.checkpoint_manifest import newest_checkpoint, read_manifest
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.machine import UNRECORDED, Machine, keep_freed_memory, seen, usable_cores
 from rowcast.runtime.process import STOPPING, UNTRAINED, Signals
 from rowcast.runtime.run_directory import RunDirectory, holder, note_refusal, pair_folder
+from rowcast.runtime.stages import Crew
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.telemetry.metrics import build_info
+from rowcast.runtime.telemetry.metrics import build_info, versions
 from rowcast.runtime.telemetry.timeline import Timeline
 from rowcast.trainer.device.cuda import choose_device, make_streams
 from rowcast.trainer.device.streams import PhaseClock, on_device
 from rowcast.trainer.models.runner import StepRunner
 from rowcast.trainer.models.shared_runner import AgreedStop, SharedRunner
-from rowcast.trainer.report.progress import History, TerminalProgress, ignore
-from rowcast.trainer.report.report_json import Report
-from rowcast.trainer.report.results import PAGE, EarlierResults, EvaluationOnly, ResultFiles, ResultsInMemory
+from rowcast.trainer.report.earlier_results import EarlierResults
+from rowcast.trainer.report.progress import MarkHistory, TerminalProgress, ignore
+from rowcast.trainer.report.report_json import Report, make_report, write_report
+from rowcast.trainer.report.results import PAGE, REPORT, EvaluationOnly, ResultFiles, ResultsInMemory
 from rowcast.trainer.report.tensorboard import TensorBoardWriter, check_board
-from rowcast.trainer.run.connection import MODEL, Connection
-from rowcast.trainer.run.launch import TRAIN, Errand, read_launch
+from rowcast.trainer.run.connection import MODEL, PrefetcherConnection
+from rowcast.trainer.run.launch import read_launch
 from rowcast.trainer.run.machine import prepared, set_threads, settle, warn_of_overridden
-from rowcast.trainer.run.rank_group import Group, await_complete, gathered_report, meet_together, party_of, same_states
+from rowcast.trainer.run.rank_group import Party, RankGroup, await_complete, gathered_report, meet_together, same_states
 from rowcast.trainer.step.engine import TrainerCollector, TrainerEngine, TrainerGauges, learning_rates
 from rowcast.trainer.step.metrics import new_counters
 
+if TYPE_CHECKING:
+    from rowcast.trainer.report.score_file import ScoreFile  # imports pyarrow, which no other trainer needs
+
 Runner = StepRunner | SharedRunner
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Errand:
+    mode: Mode
+    report: str  # its file in the run directory
+    scores: "ScoreFile | None" = None  # None: evaluations have metrics
+
+    def finish(self, run_dir: Path, report: Report) -> None:
+        """Called by the first rank after the last step."""
+        if report.finished and self.scores is not None:
+            self.scores.finish()
+        write_report(run_dir / self.report, report)
+
+
+TRAIN = Errand(mode="train", report=REPORT)
+EVALUATE = Errand(mode="eval", report="eval.json")
+
+
+def score_to(path: Path, job: Job, *, probability: bool) -> Errand:
+    """Raises ConfigError."""
+    if job.ranks.count > 1:
+        raise ConfigError(
+            f"--scores: one trainer writes the scores, but ranks.count = {job.ranks.count}; set ranks.count = 1 and "
+            f"ranks.parts = {job.ranks.num_parts}, which gives the same bits"
+        )
+    from rowcast.trainer.report.score_file import ScoreFile
+
+    scores = ScoreFile(path, job.data.columns.labels, probability=probability)
+    return Errand(mode="eval", report="score.json", scores=scores)
 
 
 class RankLeft(Exception):
@@ -59,7 +96,9 @@ class TrainerAttempt:
         self._run = run
         self._job = run.job
         self._log = get_logger()
-        self._connection = Connection(run.job, transport, crew, run.health, run.counters, run.device, run.party.rank)
+        self._connection = PrefetcherConnection(
+            run.job, transport, crew, run.health, run.counters, run.device, run.party.rank
+        )
         self._earlier = EarlierResults(run.job.run_dir)
         # the first rank writes the results of all
         self._leads = run.party.rank.number == 0
@@ -102,7 +141,7 @@ class TrainerAttempt:
     def _given_up(self) -> bool:
         return self._run.signals.stop_reason is not None
 
-    def _meet(self, connection: Connection, group: Group) -> Welcome | None:
+    def _meet(self, connection: PrefetcherConnection, group: RankGroup) -> Welcome | None:
         """Connects to the prefetcher. Returns once all ranks are connected to theirs, None if any of them leaves."""
         run = self._run
 
@@ -129,7 +168,7 @@ class TrainerAttempt:
 
     # training
 
-    def _train(self, connection: Connection, group: Group, welcome: Welcome) -> None:
+    def _train(self, connection: PrefetcherConnection, group: RankGroup, welcome: Welcome) -> None:
         run, stack = self._run, connection.stack
         stack.enter_context(self._results)
 
@@ -138,6 +177,8 @@ class TrainerAttempt:
 
         def make_model(records: list[torch.Tensor], clock: PhaseClock) -> tuple[Runner, Runner]:
             runner = self._runner(group, records, welcome.num_dense, clock, stop)
+            if run.errand.scores is not None:
+                run.errand.scores.begin(runner.score_name)
             runner.dense_step.skipped = self._results.skipped
             if run.errand.mode == "train":
                 same_states(group, runner.tried)
@@ -175,7 +216,7 @@ class TrainerAttempt:
             await_complete(self._job, self._crew.check)
         connection.say_bye()
         if self._leads:
-            from rowcast.trainer.report.summary import print_summary
+            from rowcast.trainer.report.page import print_summary
 
             page = self._job.run_dir / PAGE
             print_summary(report, page=page if run.errand.mode == "train" and page.exists() else None)
@@ -184,18 +225,28 @@ class TrainerAttempt:
         crash_point("report not written")
         self._run.errand.finish(self._job.run_dir, report)
         if self._run.errand.mode == "train":
-            from rowcast.trainer.report.final_report import final_record
+            from rowcast.trainer.report.charts import RunRecord
             from rowcast.trainer.report.page import write_page
 
-            write_page(self._job.run_dir / PAGE, final_record(self._job, report, self._results, self._run.history))
+            record = RunRecord(
+                job=self._job,
+                report=report,
+                losses=self._results.losses_from(0),
+                evaluations=self._results.evaluations,
+                marks=self._run.history.marks,
+                starts=self._run.history.starts,
+                ended_at=datetime.now(UTC),
+            )
+            write_page(self._job.run_dir / PAGE, record)
 
     def _runner(
-        self, group: Group, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop
+        self, group: RankGroup, records: list[torch.Tensor], num_dense: int, clock: PhaseClock, stop: AgreedStop
     ) -> Runner:
         run = self._run
         trains, scores = run.errand.mode == "train", run.errand.scores
+        take_scores = None if scores is None else scores.write
         if not group.rank.is_divided:
-            return StepRunner(run.job, records, num_dense, clock, run.kernels, trains=trains, scores=scores)
+            return StepRunner(run.job, records, num_dense, clock, run.kernels, trains=trains, take_scores=take_scores)
         connection = self._connection
         connection.waits_for = "the other ranks"
         collectives = group.connect(run.device, self._crew.check, self._given_up)
@@ -203,13 +254,13 @@ class TrainerAttempt:
         if collectives is None:
             raise RankLeft
         self._watch = collectives.watch
-        parts = connection.job, records, num_dense, group.rank, collectives, stop
-        runner = SharedRunner(*parts, run.kernels, clock, trains=trains, scores=scores)
+        parts = connection.job, records, num_dense, collectives, stop
+        runner = SharedRunner(*parts, run.kernels, clock, trains=trains, take_scores=take_scores)
         runner.balanced = run.counters.balanced
         return runner
 
     def _loop(
-        self, connection: Connection, engine: TrainerEngine, progress: TerminalProgress, stop: AgreedStop
+        self, connection: PrefetcherConnection, engine: TrainerEngine, progress: TerminalProgress, stop: AgreedStop
     ) -> None:
         run, stopping = self._run, False
 
@@ -232,18 +283,37 @@ class TrainerAttempt:
     # the report
 
     def _report(self, engine: TrainerEngine, welcome: Welcome) -> Report:
-        from rowcast.trainer.report.final_report import final_report  # charts and all: not before the first step
-
-        run = self._run
+        """Returns the report of this rank, after the engine's loop has ended."""
+        run, results, end, now_s = self._run, self._results, engine.barrier.end, time.perf_counter()
         assert run.met_s is not None, "the loop begins after the handshake"
-        steps = welcome.first_train_step if run.errand.mode == "eval" else self._results.train_steps
-        return final_report(
-            engine,
-            welcome,
-            self._results,
-            train_steps=steps,
-            met_s=run.met_s,
-            first_step_s=run.first_step_s or engine.loop.first_step_s,
+        assert end is not None, "the loop ends with EndOfData"
+        first_step_s = run.first_step_s or engine.loop.first_step_s or now_s
+        return make_report(
+            engine.counters,
+            wall_s=now_s - first_step_s,
+            startup_s=first_step_s - run.met_s,
+            train_steps=welcome.first_train_step if run.errand.mode == "eval" else results.train_steps,
+            skipped_steps=len(results.skipped),
+            loss=results.mean_loss,
+            first_loss=results.first_loss,
+            evaluations=results.evaluations,
+            table_bytes=engine.slots.table_bytes,
+            cache_bytes=engine.slots.cache_bytes,
+            staging_bytes=engine.cache.staging_bytes,
+            plans_bytes=engine.cache.plans_bytes,
+            device_bytes=engine.device_bytes,
+            host_bytes=end.host_bytes,
+            prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
+            tier=end.tier,
+            row_copies=end.row_copies,
+            threads=torch.get_num_threads(),
+            pinned=engine.has_page_locked_rings,
+            device=str(engine.device),
+            versions=versions("torch", "numpy"),
+            pids={"prefetcher": welcome.pid, "trainer": os.getpid()},
+            finished=end.finished,
+            stopped_by=None if end.finished else engine.barrier.stop_reason,
+            ended_early=engine.loop.ended_by,
         )
 
 
@@ -263,7 +333,7 @@ class TrainerRun:
         """`tensorboard`: the folder for event files; None writes none. Raises ConfigError."""
         self._launch = launch = read_launch(os.environ)
         self.job = with_ports_of_pair(job, launch.rank)
-        self.party = party_of(job, launch, errand.mode)  # all trainers of the run
+        self.party = Party(job, launch, errand.mode)  # all trainers of the run
         self.folder = pair_folder(job.run_dir, launch.rank, launch.world_size)  # of this pair of processes
         self.errand, self.fresh, self.tensorboard = errand, fresh, tensorboard
         self.signals = signals
@@ -272,7 +342,7 @@ class TrainerRun:
         self._attempts: Attempts[TrainerAttempt] = Attempts("trainer", "prefetcher", job.transport, signals, patience)
         self.health = self._attempts.health
         self.counters = new_counters(group_specs(job), launch.rank)
-        self.history = History(self.counters)
+        self.history = MarkHistory(self.counters)
         # by time.perf_counter(); set by the first attempt
         self.met_s: float | None = None  # the first prefetcher connected
         self.first_step_s: float | None = None

@@ -11,13 +11,11 @@ from typer import Option
 
 from rowcast.job.file import load_own_job
 from rowcast.job.schema import Job
-from rowcast.runtime.children import stop_with_parent
 from rowcast.runtime.command_options import Config, LogJson, LogLevel, Overrides, Probability, TensorBoard, Timeline
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.imports import uncollected
-from rowcast.runtime.process import Signals, run_until_stopped
+from rowcast.runtime.process import Signals, run_until_stopped, stop_with_parent
 from rowcast.runtime.run_directory import note_start, pair_folder
-from rowcast.runtime.stops import leave_at_once
+from rowcast.runtime.stops import leave_at_once, uncollected
 from rowcast.runtime.telemetry.logs import setup_logging
 from rowcast.trainer.run.launch import rank_in_log, read_launch
 
@@ -85,8 +83,7 @@ def evaluate(
             raise ConfigError("--probability says what --scores writes; add --scores, or leave it out")
         job = begin(config, overrides, log_level, log_json)
         with uncollected():
-            from rowcast.trainer.run.attempt import TrainerRun
-            from rowcast.trainer.run.launch import EVALUATE, score_to
+            from rowcast.trainer.run.attempt import EVALUATE, TrainerRun, score_to
 
         errand = EVALUATE if scores is None else score_to(scores, job, probability=probability)
         TrainerRun(job, signals, timeline=timeline, errand=errand).run()

@@ -1,7 +1,7 @@
 """Connects the trainer to its prefetcher, from the handshake to the good-bye.
 
     TrainerAttempt   trains the job's model, for `trainer run`
-    ScriptRun        lends the engine to a training script
+    ScriptProcess    lends the engine to a training script
 
     meet       link, conversation, Hello ... Welcome
     start      rings, page-locking, records, engine, threads
@@ -27,18 +27,16 @@ from rowcast.job.schema import Job, Transport
 from rowcast.job.tables import group_specs
 from rowcast.job.units import parse_seconds
 from rowcast.protocol.attempts import check_welcome
-from rowcast.protocol.conversation import Conversation
+from rowcast.protocol.conversation import Conversation, PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.messages import PROTOCOL_VERSION, Bye, Hello, Mode, StopRequest, Welcome
 from rowcast.protocol.parts import UNDIVIDED, Rank
-from rowcast.protocol.peer_watch import PeerWatch, ProcessProgress, tell_peer
 from rowcast.protocol.session import Session
 from rowcast.protocol.transport.ring_file import RingFile, RingMemory, attach_ring
 from rowcast.protocol.transport.zmq_link import ZmqLink
 from rowcast.runtime.crash_points import crash_point
-from rowcast.runtime.crew import Crew
 from rowcast.runtime.machine import Machine
 from rowcast.runtime.run_directory import PeerStart, failure_since, has_started, pair_folder
-from rowcast.runtime.stages import IDLE_WAIT_S, POLL_S, Doorbell
+from rowcast.runtime.stages import IDLE_WAIT_S, Crew, Doorbell
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 from rowcast.runtime.telemetry.metrics import Health
 from rowcast.runtime.telemetry.timeline import recorded_stages
@@ -58,7 +56,7 @@ PREPARING = (
 )
 
 
-class Connection:
+class PrefetcherConnection:
     """A context manager for one thread. It sends an error that leaves the context to the prefetcher."""
 
     def __init__(
@@ -200,8 +198,9 @@ class Connection:
             back_ring = engine.back_ring  # the timeline outlives the engine
             timeline.watch("back ring", "bytes", lambda: back_ring.used_bytes)
         stages = {"mail": engine.stages["mail"], "sender": stage_on(self._device, engine.stages["sender"])}
+        engine.sender.on_queued = partial(self._crew.wake_after, "to send")
         # the mail thread counts no idle seconds
-        self._crew.start(recorded_stages(timeline, stages, mail="deliver"), engine.stall_clocks, WAKES, engine.polls)
+        self._crew.start(recorded_stages(timeline, stages, mail="deliver"), engine.stall_clocks, WAKES, engine.looks_s)
         self.stack.callback(self._crew.stop)  # a second time, so that it runs before the rings are unlocked
 
     def drive(self, advance: Callable[[], bool], until: Callable[[], bool]) -> None:
@@ -216,10 +215,9 @@ class Connection:
                 return
             crew.check()
             if advance():
-                crew.wake_after("main")
                 continue
             began_s = time.perf_counter()
-            bell.wait(POLL_S if engine.loop.awaits_device else IDLE_WAIT_S)
+            bell.wait(engine.loop.look_s)
             engine.loop.idled(time.perf_counter() - began_s)
 
     def say_bye(self) -> None:

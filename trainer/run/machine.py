@@ -26,23 +26,23 @@ CHOOSES_CODE = (
 )
 
 
-def settle(job: Job, mode: Mode, own: Machine, cores: int, recorded: Machine) -> Machine:
+def settle(job: Job, mode: Mode, here: Machine, cores: int, recorded: Machine) -> Machine:
     """Sets torch's threads to the run's; returns the machine with this number. Warns of what differs from the
     `recorded` machine. `cores`: for each trainer of this host; in a training script, the number of threads that it has
     set. Raises ConfigError if the job or the environment has another number."""
     log = get_logger()
-    threads = threads_of_run(job.trainer.threads, own.threads, recorded.threads, trains=mode == "train")
+    threads = threads_of_run(job.trainer.threads, here.threads, recorded.threads, trains=mode == "train")
     refuse_fewer_threads(threads, os.environ)
     set_threads(threads)
-    if threads != own.threads:
-        log.warning(f"the run keeps its {plural(threads, 'thread')}; a new run would have {own.threads} here")
+    if threads != here.threads:
+        log.warning(f"the run keeps its {plural(threads, 'thread')}; a new run would have {here.threads} here")
     elif mode == "eval" and recorded.threads not in (0, threads):
         log.warning(f"trainer.threads = {threads} evaluates, and the run trains with {recorded.threads}")
     elif threads < cores and job.trainer.threads == "auto" and not recorded.threads:
         log.info(f"1 of {cores} cores computes, because batches have parts; trainer.threads sets more")
-    if recorded.threads and (found := differences(recorded, own)):
-        log.warning(f"may round differently than before this checkpoint: {'; '.join(found)}")
-    return Machine(threads=threads, facts=own.facts)
+    if recorded.threads and (differing := differences(recorded, here)):
+        log.warning(f"may round differently than before this checkpoint: {'; '.join(differing)}")
+    return Machine(threads=threads, facts=here.facts)
 
 
 def prepared(job: Job, device: torch.device, cores: int) -> tuple[Kernels, Machine]:

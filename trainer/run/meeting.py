@@ -38,7 +38,7 @@ from rowcast.protocol.attempts import VERBS
 from rowcast.protocol.messages import PROTOCOL_VERSION, Mode
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.errors import ConfigError, Mismatch, PeerLost, RowcastError, cleaned
-from rowcast.runtime.network import interface_toward
+from rowcast.runtime.machine import interface_toward
 from rowcast.trainer.models.exchanges import first_sentence
 from rowcast.trainer.run.launch import Launch
 
@@ -56,7 +56,7 @@ GivenUp = Callable[[], bool]
 Value = TypeVar("Value")
 
 
-class Greeting(msgspec.Struct, frozen=True, kw_only=True):
+class RankGreeting(msgspec.Struct, frozen=True, kw_only=True):
     name: str  # of the process, random
     rank: int
     world_size: int
@@ -69,10 +69,10 @@ class Greeting(msgspec.Struct, frozen=True, kw_only=True):
 class Greetings(msgspec.Struct, frozen=True, kw_only=True):
     """Of all processes that claim to be one rank."""
 
-    greetings: Annotated[tuple[Greeting, ...], msgspec.Meta(min_length=1, max_length=MOST_GREETINGS)]
+    greetings: Annotated[tuple[RankGreeting, ...], msgspec.Meta(min_length=1, max_length=MOST_GREETINGS)]
 
 
-class Named(msgspec.Struct, frozen=True, kw_only=True):
+class MeetingNotice(msgspec.Struct, frozen=True, kw_only=True):
     """Rank 0's announcement of a meeting."""
 
     name: str
@@ -81,7 +81,7 @@ class Named(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True):
-    greetings: tuple[Greeting, ...]  # by rank
+    greetings: tuple[RankGreeting, ...]  # by rank
     refused: str = ""  # a sentence, if not every rank is one process
 
 
@@ -95,8 +95,8 @@ class Word(msgspec.Struct, frozen=True, kw_only=True):
 NOBODY = Present(greetings=())  # this rank gave up, or did not greet
 
 
-def new_greeting(launch: Launch, digest: str, mode: Mode) -> Greeting:
-    return Greeting(
+def new_greeting(launch: Launch, digest: str, mode: Mode) -> RankGreeting:
+    return RankGreeting(
         name=secrets.token_hex(8),
         rank=launch.rank,
         world_size=launch.world_size,
@@ -151,10 +151,10 @@ def answers(launch: Launch) -> bool:
 def look_until(look: Callable[[], Value | None], timeout_s: float) -> Value | None:
     """Returns what `look` has found. It looks a last time after `timeout_s`."""
     deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
-    while (found := look()) is None and time.monotonic() <= deadline_s:
+    while (seen := look()) is None and time.monotonic() <= deadline_s:
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-    return found
+    return seen
 
 
 class Room:
@@ -180,7 +180,7 @@ class Room:
         return self._store.get(self._published) if self._store.check([self._published]) else None
 
     def agree(self, rank: int, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
-        """See `Group`."""
+        """See `RankGroup`."""
 
         def look() -> bytes | None:
             if given_up():
@@ -192,21 +192,21 @@ class Room:
                 self.publish(Word(values=values))
             return self.published()
 
-        own = content.decode()
-        self._store.set(self.keys[rank], encoded(own))
+        value = content.decode()
+        self._store.set(self.keys[rank], encoded(value))
         while (first := look_until(look, timeout_s)) is None:
             missing = self.missing(self.ranks) or "0"
             lost = f"rank {rank} of {len(self.ranks)} waited {timeout_s:g} s for ranks {missing}; their logs say what "
-            self.publish(Word(lost=lost + "they do, or why they ended") if timeout_s else Word(values={own: [rank]}))
+            self.publish(Word(lost=lost + "they do, or why they ended") if timeout_s else Word(values={value: [rank]}))
         return told(first)
 
 
 class Meeting:
     """One rank's way into a meeting."""
 
-    def __init__(self, store: Store, own: Greeting, timeout_s: float, given_up: GivenUp) -> None:
-        self._store, self._own, self._timeout_s, self._given_up = store, own, timeout_s, given_up
-        self._named = Named(name="", world_size=own.world_size)  # as it was last seen
+    def __init__(self, store: Store, greeting: RankGreeting, timeout_s: float, given_up: GivenUp) -> None:
+        self._store, self._own, self._timeout_s, self._given_up = store, greeting, timeout_s, given_up
+        self._named = MeetingNotice(name="", world_size=greeting.world_size)  # as it was last seen
         self._room = Room(store, "", 0)  # the one in which this rank has greeted
 
     def hold(self) -> str | None:
@@ -242,7 +242,7 @@ class Meeting:
     def _follow(self) -> None:
         if not self._named.name and not self._store.check(["leader"]):
             return
-        before, self._named = self._named, decoded(self._store.get("leader"), Named)
+        before, self._named = self._named, decoded(self._store.get("leader"), MeetingNotice)
         if self._named.world_size != self._own.world_size:
             raise ConfigError(
                 f"rank 0 was started with WORLD_SIZE = {self._named.world_size}, rank {self._own.rank} with "
@@ -256,10 +256,13 @@ class Meeting:
     def _greet(self) -> None:
         """Greets, beside other processes that claim to be this rank."""
         self._room = Room(self._store, self._named.name, self._own.world_size)
-        key, before, own = self._room.keys[self._own.rank], "", encoded(Greetings(greetings=(self._own,)))
-        while (found := self._store.compare_set(key, before, own)) != own.encode():
-            others = decoded(found, Greetings).greetings
-            before, own = found.decode(), encoded(Greetings(greetings=(*others[1 - MOST_GREETINGS :], self._own)))
+        key, before, greetings = self._room.keys[self._own.rank], "", encoded(Greetings(greetings=(self._own,)))
+        while (written := self._store.compare_set(key, before, greetings)) != greetings.encode():
+            others = decoded(written, Greetings).greetings
+            before, greetings = (
+                written.decode(),
+                encoded(Greetings(greetings=(*others[1 - MOST_GREETINGS :], self._own))),
+            )
 
     def _present(self) -> Present:
         """Chooses one process per rank. Of several, some may have died and been restarted."""
@@ -280,7 +283,7 @@ class Meeting:
             chosen.append((here or greetings)[-1])
         return Present(greetings=tuple(chosen))
 
-    def _answer_of(self, greeting: Greeting) -> str:
+    def _answer_of(self, greeting: RankGreeting) -> str:
         return f"{self._named.name}/here/{greeting.name}"
 
     def _waited(self) -> str:
@@ -379,13 +382,13 @@ def join_group(
     failed: list[RuntimeError] = []
     is_cuda = device.type == "cuda"
     # while one call waits for a key, all others of its client wait for the call
-    own = store.clone()  # type: ignore[attr-defined]
+    client = store.clone()  # type: ignore[attr-defined]
 
     def join() -> None:
         try:
             dist.init_process_group(
                 "nccl" if is_cuda else "gloo",
-                store=PrefixStore("group", own),
+                store=PrefixStore("group", client),
                 rank=rank.number,
                 world_size=rank.count,
                 timeout=timedelta(seconds=2 * timeout_s),  # later than our time-out, which reports more

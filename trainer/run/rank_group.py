@@ -5,13 +5,12 @@
     connect   torch.distributed's process group, under that meeting's name
     close
 
-A single trainer also has a group, of itself. Before training, `all_start` compares where all ranks' prefetchers begin,
+A single trainer is a group of itself. Before training, `all_start` compares where all ranks' prefetchers begin,
 and sends every rank's error to all.
 """
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Protocol
 
 import msgspec
 import torch
@@ -58,88 +57,27 @@ def never() -> bool:
     return False
 
 
-class Group(Protocol):
-    @property
-    def rank(self) -> Rank: ...
-
-    def gather(self, content: bytes) -> list[bytes]:
-        """Returns what each rank passed to the same call, by rank. `content` is UTF-8. All ranks make the same calls in
-        the same order. Raises PeerLost if a rank does not within `ranks.timeout`."""
-
-    def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
-        """As `gather`, within `timeout_s`; or None on every rank, if any was `given_up` before all were here.
-        With a `timeout_s` of 0 it does not wait, and the others get `content` alone.
-
-        It calls `given_up` while it waits; errors of `given_up` end the wait."""
-
-    def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
-        """Call at most once; None if a rank was stopped before all had joined. It calls `check` while it waits, as does
-        a collective; errors of `check` end the wait. Raises PeerLost."""
-
-    def abandon(self, device: torch.device) -> None:
-        """Call it after an error, before anything waits for the device: it may wait for a rank that is lost."""
-
-    def close(self) -> None:
-        """Call it after the last successful exchange: all ranks close together, since some may still exchange. A
-        process that lost a rank must leave at once instead."""
-
-
-class Party(Protocol):
-    """The trainers of a run; each attempt has a group of them."""
-
-    @property
-    def rank(self) -> Rank: ...
-
-    def join(self, given_up: GivenUp) -> Group | None:
-        """Waits until all are here. None if `given_up`. Raises PeerLost, Mismatch or ConfigError."""
-
-
-class OnlyRank:
-    """A trainer that computes all parts of every batch. Implements `Party` and `Group`."""
-
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
-
-    def join(self, given_up: GivenUp) -> Group | None:
-        return self
-
-    def gather(self, content: bytes) -> list[bytes]:
-        return [content]
-
-    def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
-        return [content]
-
-    def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
-        return LocalCollectives()
-
-    def abandon(self, device: torch.device) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def party_of(job: Job, launch: Launch, mode: Mode) -> Party:
-    """Raises ConfigError if torchrun started one trainer and the job file has more."""
-    if launch.world_size == 1:
-        check_launch(launch, job.ranks)
-        return OnlyRank(rank_of(job.ranks, 0))
-    return RankParty(job, launch, mode)
-
-
-class RankParty:
-    """Several trainers, started by torchrun. Implements `Party`."""
+class Party:
+    """The trainers of a run. Each attempt has a group of them."""
 
     def __init__(self, job: Job, launch: Launch, mode: Mode) -> None:
+        """Raises ConfigError if torchrun started one trainer and the job file has more."""
+        self._ranks, self._launch = job.ranks, launch
+        self._timeout_s = parse_seconds(job.ranks.timeout)
+        self._store: Store | None = None  # the same for all attempts
+        if launch.world_size == 1:
+            check_launch(launch, job.ranks)
+            self.rank = rank_of(job.ranks, 0)
+            return
         size = launch.world_size
         # with a wrong number of ranks, they meet to compare their job files, and end
         self.rank = Rank(number=launch.rank, count=size, parts=job.ranks.num_parts if size == job.ranks.count else size)
-        self._ranks, self._launch = job.ranks, launch
         self._greeting = new_greeting(launch, job.session_digest(), mode)
-        self._timeout_s = parse_seconds(job.ranks.timeout)
-        self._store: Store | None = None  # the same for all attempts
 
-    def join(self, given_up: GivenUp) -> Group | None:
+    def join(self, given_up: GivenUp) -> "RankGroup | None":
+        """Waits until all are here. None if `given_up`. Raises PeerLost, Mismatch or ConfigError."""
+        if self._launch.world_size == 1:
+            return RankGroup(None, self.rank, self._timeout_s)
         self._store = self._store or open_store(self._launch, self._timeout_s, given_up)
         if self._store is None:
             return None
@@ -154,21 +92,30 @@ class RankParty:
 
 
 class RankGroup:
-    """Implements `Group` for one of several ranks."""
+    """The ranks of one attempt. All ranks make the same calls in the same order."""
 
-    def __init__(self, store: Store, rank: Rank, timeout_s: float) -> None:
-        """`store`: only this attempt's. `timeout_s`: how long ranks wait for each other."""
+    def __init__(self, store: Store | None, rank: Rank, timeout_s: float) -> None:
+        """`store`: only this attempt's; None for a trainer that computes all parts of every batch. `timeout_s`: how
+        long ranks wait for each other."""
         self.rank = rank
         self._store, self._timeout_s = store, timeout_s
         self._num_calls = 0
         self._connected = False
 
     def gather(self, content: bytes) -> list[bytes]:
+        """Returns what each rank passed to the same call, by rank. `content` is UTF-8. Raises PeerLost if a rank does
+        not call it within `ranks.timeout`."""
         gathered = self.agree(content, self._timeout_s, never)
         assert gathered is not None, "nobody gives up"
         return gathered
 
     def agree(self, content: bytes, timeout_s: float, given_up: GivenUp) -> list[bytes] | None:
+        """As `gather`, within `timeout_s`; or None on every rank, if any was `given_up` before all were here.
+        With a `timeout_s` of 0 it does not wait, and the others get `content` alone.
+
+        It calls `given_up` while it waits; errors of `given_up` end the wait."""
+        if self._store is None:
+            return [content]
         room, self._num_calls = Room(self._store, str(self._num_calls), self.rank.count), self._num_calls + 1
         try:
             return room.agree(self.rank.number, content, timeout_s, given_up)
@@ -176,6 +123,10 @@ class RankGroup:
             raise lost_store(self.rank.number, error) from None
 
     def connect(self, device: torch.device, check: Idle, given_up: GivenUp) -> Collectives | None:
+        """Call at most once; None if a rank was stopped before all had joined. It calls `check` while it waits, as does
+        a collective; errors of `check` end the wait. Raises PeerLost."""
+        if self._store is None:
+            return LocalCollectives()
         try:
             self._connected = join_group(device, self._store, self.rank, self._timeout_s, check, given_up)
         except RuntimeError as error:  # raised by the store
@@ -187,10 +138,13 @@ class RankGroup:
         return collectives
 
     def abandon(self, device: torch.device) -> None:
-        if device.type == "cuda" and dist.group.WORLD is not None:
+        """Call it after an error, before anything waits for the device: it may wait for a rank that is lost."""
+        if self._store is not None and device.type == "cuda" and dist.group.WORLD is not None:
             dist.group.WORLD.abort()
 
     def close(self) -> None:
+        """Call it after the last successful exchange: all ranks close together, since some may still exchange. A
+        process that lost a rank must leave at once instead."""
         if not self._connected:
             return
         with suppress(PeerLost):  # nothing is left to lose
@@ -243,12 +197,12 @@ def start_of(welcome: Welcome | None, machine: Machine) -> Start:
     )
 
 
-def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> bool:
+def all_start(group: RankGroup, begins: Start, timeout_s: float, given_up: GivenUp) -> bool:
     """Waits for all ranks. Returns False if any of them leaves.
 
     Raises the error of a rank that failed, the same on every rank, RanksDiffer if they begin at different checkpoints,
     and Mismatch if their data or first batches differ."""
-    gathered = group.agree(msgspec.json.encode(own), timeout_s, given_up)
+    gathered = group.agree(msgspec.json.encode(begins), timeout_s, given_up)
     if gathered is None:
         return False
     starts = [decoded(content, Start) for content in gathered]
@@ -284,13 +238,13 @@ def all_start(group: Group, own: Start, timeout_s: float, given_up: GivenUp) -> 
                 f"rank {rank} computes with {here.threads} threads and rank 0 with {others.threads}, so the bits "
                 "depend on which of them computes a part; give all trainers the same trainer.threads"
             )
-        if found := differences(others, here):
-            get_logger().warning(f"rank {rank} may round differently than rank 0: {'; '.join(found)}")
+        if differing := differences(others, here):
+            get_logger().warning(f"rank {rank} may round differently than rank 0: {'; '.join(differing)}")
     return True
 
 
 def meet_together(
-    group: Group, meet: Callable[[], tuple[Welcome | None, Machine]], job: Job, given_up: GivenUp, idle: Idle
+    group: RankGroup, meet: Callable[[], tuple[Welcome | None, Machine]], job: Job, given_up: GivenUp, idle: Idle
 ) -> Welcome | None:
     """Returns what `meet` does, once all ranks have met their prefetchers, or None if any of them leaves.
 
@@ -312,31 +266,31 @@ def meet_together(
     return welcome if all_start(group, start_of(welcome, machine), timeout_s, leaves) else None
 
 
-def same_states(group: Group, tried: Callable[[], dict[str, str]]) -> None:
+def same_states(group: RankGroup, tried: Callable[[], dict[str, str]]) -> None:
     """Calls `tried` on all ranks, before the first step. Raises ConfigError, the same on every rank, for the first
     error, and for the first state that another rank does not begin with."""
     try:
-        own = tried()
+        states = tried()
     except RowcastError as error:
-        own = {"": str(error)}
-    first, *others = [decoded(content, dict[str, str]) for content in group.gather(msgspec.json.encode(own))]
-    for rank, found in enumerate([first, *others]):
-        if "" in found:
-            raise ConfigError(found[""])
-        for name in {**first, **found}:
-            if first.get(name) != found.get(name):
+        states = {"": str(error)}
+    first, *others = [decoded(content, dict[str, str]) for content in group.gather(msgspec.json.encode(states))]
+    for rank, theirs in enumerate([first, *others]):
+        if "" in theirs:
+            raise ConfigError(theirs[""])
+        for name in {**first, **theirs}:
+            if first.get(name) != theirs.get(name):
                 raise ConfigError(
                     f"{name} begins with another state on rank {rank} than on rank 0; let it depend on the job and "
                     "on torch's random numbers, which are seeded, and on nothing of a process or host"
                 )
 
 
-def gathered_report(group: Group, own: Report) -> Report:
+def gathered_report(group: RankGroup, report: Report) -> Report:
     """Returns the report of all ranks, the same on each. Raises PeerLost."""
     # without what grows with the run: a store limits the size of a value
-    brief = msgspec.structs.replace(own, evaluations=())
+    brief = msgspec.structs.replace(report, evaluations=())
     of_all = report_of_all([decoded(content, Report) for content in group.gather(msgspec.json.encode(brief))])
-    return msgspec.structs.replace(of_all, evaluations=own.evaluations)
+    return msgspec.structs.replace(of_all, evaluations=report.evaluations)
 
 
 def other_data(what: str, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:

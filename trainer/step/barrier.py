@@ -26,8 +26,8 @@ from rowcast.trainer.device.streams import Event, Streams, memory_for
 from rowcast.trainer.models.evaluate import Evaluation, end_of_patience, place_of_best
 from rowcast.trainer.models.model_state import ModelStatePieces, Stateful, Tensors, pack, readable, require_finite
 from rowcast.trainer.models.model_state import unpack as read_tensors
+from rowcast.trainer.models.runner import PlanArrays
 from rowcast.trainer.step.cache import DeviceCache
-from rowcast.trainer.step.memory import PlanArrays
 from rowcast.trainer.step.plan_check import PlanCheck
 
 

@@ -21,34 +21,30 @@ import numpy as np
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec, aligned
-from rowcast.protocol.messages import ArraySpan, PlanReady, RingRef, RowSpan, StepHeader
+from rowcast.protocol.messages import PlanReady, RingRef
 from rowcast.protocol.plan import ARRAY_ALIGNMENT, plan_stamp
+from rowcast.protocol.plan_layout import ArraySpan, RowSpan, StepHeader
 from rowcast.runtime.arrays import Bytes
 from rowcast.trainer.device.cuda import phase_clock
 from rowcast.trainer.device.streams import Event, FetchRing
-from rowcast.trainer.step.memory import DerivedArrays, PlanArrays, PlanMemory, Slots, Staging, StagingSpan, derive
+from rowcast.trainer.models.runner import StepInputs
+from rowcast.trainer.step.memory import DerivedArrays, PlanMemory, Slots, Staging, StagingSpan, derive
 from rowcast.trainer.step.metrics import TrainerCounters
 from rowcast.trainer.step.plan_check import PlanCheck
 from rowcast.trainer.step.sender import Sender
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Step:
+class Step(StepInputs):
     """A step, from the arrival of its plan to its report. The main thread writes it."""
 
-    header: StepHeader
+    # its arrays are there from its first copy on; derived arrays are added with the block's last bytes
     plan: "ArrivedPlan"
-    # on the device, from its first copy on; derived arrays are added with the block's last bytes
-    arrays: PlanArrays = field(init=False)
     # from its begin on
     began_s: float = 0.0  # time.perf_counter()
     computed: Event = field(init=False)  # all its work is complete
     loss: Tensor | None = None  # f32 [] on the host, once `computed` has happened; None: unknown
     counts: bool = True  # False: it was passed over without computing it
-
-    @property
-    def step(self) -> int:
-        return self.header.step
 
     @property
     def ends_plan(self) -> bool:

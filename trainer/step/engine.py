@@ -19,7 +19,7 @@ from rowcast.protocol.plan import ARRAY_ALIGNMENT
 from rowcast.protocol.scrape import CountersCollector, Gauges
 from rowcast.protocol.transport.ring import largest_payload
 from rowcast.runtime.errors import ProtocolError
-from rowcast.runtime.stages import Stage, Wakes
+from rowcast.runtime.stages import IDLE_WAIT_S, Stage, Wakes
 from rowcast.runtime.telemetry.metrics import Sample, samples_of
 from rowcast.trainer.device.cuda import RingEnds, peak_device_bytes, phase_clock
 from rowcast.trainer.device.streams import FetchRing, PhaseClock, Streams, memory_for
@@ -44,7 +44,7 @@ WAKES: Wakes = {
     StopRequest: ("main",),
     Answer: ("main",),
     Released: ("sender",),  # room in the back ring
-    "main": ("sender",),  # victims to send, a step to report, the model state
+    "to send": ("sender",),  # victims, a plan's report, the model state
     "sender": ("main",),  # room in evict staging
 }
 
@@ -131,9 +131,9 @@ class TrainerEngine:
         )
 
     @property
-    def polls(self) -> dict[str, Callable[[], bool]]:
-        """By thread, whether it waits for an event of the device, which rings no bell."""
-        return {"sender": lambda: self.sender.awaits_device}
+    def looks_s(self) -> dict[str, Callable[[], float]]:
+        """By thread, how long it may wait while it is idle: events of the device ring no bell."""
+        return {"sender": lambda: self.loop.period.look_s if self.sender.awaits_device else IDLE_WAIT_S}
 
     @property
     def stall_clocks(self) -> dict[str, Callable[[float], None]]:
@@ -191,16 +191,16 @@ def check_welcome_fits(welcome: Welcome, job: Job, groups: Sequence[GroupSpec]) 
 
 def check_inputs(inputs: Sequence[InputSpec], job: Job) -> None:
     """Raises unless these may be the arrays of every batch: dense features, labels, and others as the job has them."""
-    names = [own.name for own in inputs]
+    names = [array.name for array in inputs]
     require(
         names[:2] == ["dense", "labels"] and len(set(names)) == len(names),
         f"the prefetcher announces the arrays {names}; dense and labels come first, and no name twice",
     )
     of = belonging(job).arrays
-    for own in inputs:
-        what = f"the prefetcher announces {own.name} as {own.dtype} with entries of {own.shape}"
-        require(all(n >= 0 for n in own.shape) and math.prod(own.shape) <= ENTRY_LIMIT, what)
-        require(own.of == of.get(own.name, ""), f"{what} of {own.of!r}; the job says {of.get(own.name, '')!r}")
+    for array in inputs:
+        what = f"the prefetcher announces {array.name} as {array.dtype} with entries of {array.shape}"
+        require(all(n >= 0 for n in array.shape) and math.prod(array.shape) <= ENTRY_LIMIT, what)
+        require(array.of == of.get(array.name, ""), f"{what} of {array.of!r}; the job says {of.get(array.name, '')!r}")
     dense, labels, *_ = inputs
     fits = len(dense.shape) == 1 and labels.shape == job.data.columns.label_shape
     require(

@@ -33,10 +33,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rowcast.protocol.conversation import ProcessProgress
 from rowcast.protocol.messages import PlanDone, StopRequest
-from rowcast.protocol.peer_watch import ProcessProgress
 from rowcast.runtime.crash_points import crash_point
 from rowcast.runtime.errors import Diverged
+from rowcast.runtime.stages import IDLE_WAIT_S, Period
 from rowcast.trainer.device.streams import Event, PhaseClock, Shown, Streams, ignore
 from rowcast.trainer.models.evaluate import EvalCounts
 from rowcast.trainer.step.barrier import TrainerBarrier, TrainerState, TrainingState
@@ -87,6 +88,7 @@ class TrainingLoop:
         self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
         self.step_begun: int | None = None
         self.step_done: int | None = None
+        self.period = Period()  # of steps
         self._cache = cache
         self._barrier = barrier
         self._sender, self._counters = cache.sender, cache.counters
@@ -107,10 +109,10 @@ class TrainingLoop:
         return self._barrier.state is TrainerState.ENDED and not self._issued
 
     @property
-    def awaits_device(self) -> bool:
-        """Whether the next turn may depend on an event of the device."""
+    def look_s(self) -> float:
+        """How long the idle main thread may wait: less if the next turn may depend on an event of the device."""
         open_work = bool(self._issued) or self._cache.is_copying or self._barrier.awaits_state
-        return self._streams.copy_in.is_device and open_work
+        return self.period.look_s if self._streams.copy_in.is_device and open_work else IDLE_WAIT_S
 
     @property
     def waiting_for(self) -> str:
@@ -262,9 +264,9 @@ class TrainingLoop:
 
     def _report_evaluation(self, closing: Closing) -> None:
         job = self._training.job
-        found = closing.counts[0].result(closing.train_steps, job.data.columns.labels, job.eval.ranks)
-        if found is not None:
-            self._training.evaluated(found)
+        result = closing.counts[0].result(closing.train_steps, job.data.columns.labels, job.eval.ranks)
+        if result is not None:
+            self._training.evaluated(result)
 
     def _report_step(self, step: Step) -> None:
         loss = None
@@ -284,7 +286,9 @@ class TrainingLoop:
         self.step_done = step.step
         if step.counts:
             self._counters.step_done(step.header, None if loss is None else float(loss))
-        self._counters.show("step", step.header.kind, time.perf_counter() - step.began_s, step.step)
+        now_s = time.perf_counter()
+        self.period.ended(now_s)
+        self._counters.show("step", step.header.kind, now_s - step.began_s, step.step)
         if step.ends_plan:
             self._report_plan(step.plan)
 

@@ -18,41 +18,36 @@ waits only for the back ring; write-back, which empties that ring, waits for no 
 
 Arrays of a plan that follow from others are not sent: the mail thread derives the short ones. The main thread copies
 them to the device before the block's last piece, on the same stream, so the copy needs no separate event. The long ones
-are made on the device, after that piece (`kernels/derived.py`).
+are made on the device, after that piece (`kernels/__init__.py`).
 """
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rowcast.job.tables import GroupSpec, aligned
-from rowcast.protocol.messages import ArraySpec, RowSpan, StepHeader
 from rowcast.protocol.plan import ARRAY_ALIGNMENT
-from rowcast.protocol.plan_layout import ITEM_BYTES, Dtype
+from rowcast.protocol.plan_layout import ArraySpec, RowSpan, StepHeader
 from rowcast.runtime.arrays import I32, Bytes
-from rowcast.runtime.errors import RemoteProtocolError
-from rowcast.trainer.device.row_moves import Move
-from rowcast.trainer.device.streams import Event, Streams, memory_for
-from rowcast.trainer.kernels.derived import (
+from rowcast.trainer.device.streams import Event, Move, Streams, memory_for
+from rowcast.trainer.kernels import (
     SPARE_ITEMS,
-    Arranger,
     Chunks,
+    SlotArranger,
     arrange_in_torch,
     derived_items,
     most_chunk_items,
 )
-from rowcast.trainer.models.runner import Arrays, array_names
+from rowcast.trainer.models.runner import PlanArrays, array_names
 from rowcast.trainer.step.plan_check import ordered
 
-DTYPES: dict[Dtype, torch.dtype] = {name: torch.from_numpy(np.empty(0, name)).dtype for name in get_args(Dtype)}
 ARRANGED = ("order", "segment_offsets", "unique_slots", "slots", "bag_order")
 
 
@@ -63,48 +58,6 @@ class DerivedArrays:
     items: I32  # all of them, each from a multiple of ARRAY_ALIGNMENT bytes
     places: list[dict[str, tuple[int, int]]]  # of each step: start and end of each array in `items`
     indices: list[str]  # those of int64, as torch requires for positions to write to
-
-
-class PlanArrays(Arrays):
-    """Arrays in a block of bytes, by name. They become tensors when they are asked for: compiled loops take addresses,
-    and a tensor costs more than the few rows of a small group."""
-
-    def __init__(self, block: Tensor, specs: Sequence[ArraySpec]) -> None:
-        """Raises RemoteProtocolError if an array is not inside the block."""
-        self.block = block
-        self.places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}  # first byte, dtype, shape
-        self.made: dict[str, Tensor] = {}
-        self._items: dict[torch.dtype, Tensor] = {}
-        nbytes = len(block)
-        for spec in specs:
-            self.places[spec.name] = spec.offset, DTYPES[spec.dtype], spec.shape
-            end = spec.offset + math.prod(spec.shape) * ITEM_BYTES[spec.dtype]
-            if end > nbytes:
-                raise RemoteProtocolError(f"array {spec.name} ends at byte {end} of a block of {nbytes} bytes")
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self.made:
-            offset, dtype, shape = self.places[name]
-            items = self._items.get(dtype)
-            if items is None:
-                whole = len(self.block) // dtype.itemsize * dtype.itemsize
-                items = self._items[dtype] = self.block[:whole].view(dtype)
-            first = offset // dtype.itemsize
-            self.made[name] = items[first : first + math.prod(shape)].view(shape)
-        return self.made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.places
-
-    def addresses(self, names: Sequence[str]) -> list[int]:
-        base, places = self.block.data_ptr(), self.places
-        return [base + places[name][0] if name in places else 0 for name in names]
 
 
 class Slots:
@@ -142,8 +95,8 @@ class Slots:
         """`staged`: bytes of staging, the first of which is at offset `begin`."""
         floats = staged.view(torch.float32)
         return [
-            Move(self.records[span.group], own, span.start, span.count, floats, (span.offset - begin) // 4)
-            for span, own in zip(spans, slots, strict=True)
+            Move(self.records[span.group], group_slots, span.start, span.count, floats, (span.offset - begin) // 4)
+            for span, group_slots in zip(spans, slots, strict=True)
         ]
 
 
@@ -203,7 +156,7 @@ class PlanMemory:
 
     def __init__(self, streams: Streams, groups: Sequence[GroupSpec]) -> None:
         self._streams, self._groups = streams, groups
-        self._arranger = Arranger(groups)
+        self._arranger = SlotArranger(groups)
         self._block = streams.allocate(0)
         self._derived = self._host_memory(0)  # not writable until the step is complete
         self._derived_items: I32 = self._derived.numpy().view(np.int32)
@@ -229,33 +182,33 @@ class PlanMemory:
         sent, nbytes = headers[-1].arrays_bytes, derived.items.nbytes
         self._derived_items[: len(derived.items)] = derived.items
         self._streams.copy_in.copy(self._derived[:nbytes], self._block[sent : sent + nbytes])
-        for own, places in zip(arrays, derived.places, strict=True):
+        for step_arrays, places in zip(arrays, derived.places, strict=True):
             for name, (first, end) in places.items():
-                own.places[name] = sent + 4 * first, torch.int32, (end - first,)
+                step_arrays.places[name] = sent + 4 * first, torch.int32, (end - first,)
             for name in derived.indices:
-                offset, _, (size,) = own.places[name]
-                own.places[name] = offset, torch.int64, (size // 2,)
+                offset, _, (size,) = step_arrays.places[name]
+                step_arrays.places[name] = offset, torch.int64, (size // 2,)
 
     def arrange(self, headers: Sequence[StepHeader], arrays: Sequence[PlanArrays]) -> None:
         """Issues the making of `slots` and `bag_order` from each `order`, which they replace in `arrays`, of each step.
         All arrays of the plan must have been copied on the same stream.
         """
         end = headers[-1].arrays_bytes + sum(map(most_derived_bytes, headers))
-        for header, own in zip(headers, arrays, strict=True):
+        for header, step_arrays in zip(headers, arrays, strict=True):
             groups = list[int]()
             for group, spec in ordered(header):
                 for name in ("slots", "bag_order"):
-                    own.places[f"{group}.{name}"] = end, torch.int32, spec.shape
+                    step_arrays.places[f"{group}.{name}"] = end, torch.int32, spec.shape
                     end += arranged_bytes(spec)
                 groups.append(group)
-            self._streams.copy_in.run(partial(self._arrange, header, own, groups))
+            self._streams.copy_in.run(partial(self._arrange, header, step_arrays, groups))
 
     def _arrange(self, header: StepHeader, arrays: PlanArrays, groups: Sequence[int]) -> None:
         if self._streams.device.type == "cpu":
-            own = [(group, header.groups[group]) for group in groups]
+            of_groups = [(group, header.groups[group]) for group in groups]
             places = [
                 (group, one.num_lookups, one.num_unique, *arrays.addresses(array_names(group, ARRANGED)))
-                for group, one in own
+                for group, one in of_groups
             ]
             self._arranger.arrange(header.batch_size, places)
         else:
@@ -284,13 +237,13 @@ def derive(headers: Sequence[StepHeader], content: Bytes) -> DerivedArrays:
         (offsets.offset // 4, offsets.shape[0] - 1, slots.offset // 4, slots.shape[0])
         for offsets, slots in zip(segments, fetched, strict=True)
     ]
-    items, found = derived_items(content.view(np.int32), of_groups, sum(map(most_derived_bytes, headers)) // 4)
-    num_groups, of_all = len(segments) // len(headers), found.tolist()
+    items, bounds = derived_items(content.view(np.int32), of_groups, sum(map(most_derived_bytes, headers)) // 4)
+    num_groups, of_all = len(segments) // len(headers), bounds.tolist()
     places = [
         {
             f"{group}.{name}": (first, end)
-            for group, own in enumerate(of_all[at : at + num_groups])
-            for name, (first, end) in zip((*Chunks._fields, "fill_slots"), own, strict=True)
+            for group, bounds_of_group in enumerate(of_all[at : at + num_groups])
+            for name, (first, end) in zip((*Chunks._fields, "fill_slots"), bounds_of_group, strict=True)
         }
         for at in range(0, len(of_all), num_groups)
     ]

@@ -6,8 +6,8 @@ from typing import Literal
 
 from rowcast.job.tables import GroupSpec
 from rowcast.protocol.counters import Counters
-from rowcast.protocol.messages import StepHeader
 from rowcast.protocol.parts import Rank, numbers_of_vectors
+from rowcast.protocol.plan_layout import StepHeader
 from rowcast.trainer.device.streams import Lap, Phase
 
 StallReason = Literal["rows", "ring", "results", "barrier", "ranks"]
@@ -44,9 +44,9 @@ class TrainerCounters(Counters[StallReason, Phase, Queue]):
         of_all = step.batch_size if step.share is None else step.share.batch_size
         if step.share is not None:
             self.exchanged(step.kind, step.share.groups)
-            for own, numbers in self._pooling:
+            for group, numbers in self._pooling:
                 sent, received = map(sum, numbers(of_all))
-                self.groups[own.name].pooled(sent, received, own.gradient_bytes, trains=step.kind == "train")
+                self.groups[group.name].pooled(sent, received, group.gradient_bytes, trains=step.kind == "train")
         self.shared_samples += of_all if step.kind == "train" else 0
         self.shared_eval_samples += of_all if step.kind == "eval" else 0
         self.loss = self.loss if loss is None else loss

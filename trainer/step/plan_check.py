@@ -24,25 +24,21 @@ import numpy as np
 import numpy.typing as npt
 
 from rowcast.job.tables import GroupSpec, aligned, unpooled_places
-from rowcast.protocol.arrange import MOST_ORDERED, first_not_ordered, first_not_rising, table_starts
-from rowcast.protocol.messages import (
-    ArraySpec,
-    Flush,
-    GroupHeader,
-    PlanReady,
-    ShareHeader,
-    StepHeader,
-)
+from rowcast.protocol.messages import Flush, PlanReady
 from rowcast.protocol.parts import PREFIX, UNDIVIDED, InputSpec, Rank, part_bounds, part_sizes, sources_of
-from rowcast.protocol.plan import ARRAY_ALIGNMENT
+from rowcast.protocol.plan import ARRAY_ALIGNMENT, MOST_ORDERED, first_not_ordered, first_not_rising, table_starts
 from rowcast.protocol.plan_layout import (
     EXCHANGE_ARRAYS,
     GROUP_ARRAYS,
     ITEM_BYTES,
     OPTIONAL,
     ArrayLayout,
+    ArraySpec,
     Counts,
     Dtype,
+    GroupHeader,
+    ShareHeader,
+    StepHeader,
 )
 from rowcast.runtime.arrays import I32, I64, Bytes
 from rowcast.runtime.errors import RemoteProtocolError
@@ -78,8 +74,8 @@ class DueChecks:
         words = block.view(np.uint32)
         bounds = [at for spec, _ in self.limited for at in (spec.offset // 4, spec.offset // 4 + spec.shape[0])]
         largest = np.maximum.reduceat(words, bounds[:-1] if bounds[-1] == len(words) else bounds)[::2]
-        found = np.flatnonzero(largest >= np.array([limit for _, limit in self.limited]))
-        return [self.limited[index] for index in found]  # every second region is between two arrays
+        outside = np.flatnonzero(largest >= np.array([limit for _, limit in self.limited]))
+        return [self.limited[index] for index in outside]  # every second region is between two arrays
 
     def check(self, step: int, block: Bytes, marks: Bytes) -> None:
         """Raises RemoteProtocolError. `marks`: as in `first_not_permuted`."""
@@ -91,17 +87,17 @@ class DueChecks:
             below(i32_of(block, spec), limit, f"step {step}: {spec.name}")
         for spec in self.distinct:
             distinct(i32_of(block, spec), f"step {step}: {spec.name}")
-        found = first_not_rising(words, np.array([own[2:] for own in self.rising], np.int64).reshape(-1, 3))
-        if found >= 0:
-            spec, row, first, size, end = self.rising[found]
+        falling = first_not_rising(words, np.array([entry[2:] for entry in self.rising], np.int64).reshape(-1, 3))
+        if falling >= 0:
+            spec, row, first, size, end = self.rising[falling]
             name = f"step {step}: {spec.name}"
             rising(words[first : first + size], end, name if len(spec.shape) == 1 else f"{name}[{row}]")
-        places = np.array([own[1:] for own in self.ordered], np.int64).reshape(-1, 4)
+        places = np.array([entry[1:] for entry in self.ordered], np.int64).reshape(-1, 4)
         table = first_not_ordered(block.view(np.uint16), places, self.starts, marks)
         if table >= 0:
             spec = next(spec for spec, _, _, first, end in self.ordered if first <= table < end)
-            own = f"{self.starts[table]} to {self.starts[table + 1] - 1}"
-            raise RemoteProtocolError(f"step {step}: {spec.name} is no permutation of the look-ups {own}")
+            lookups = f"{self.starts[table]} to {self.starts[table + 1] - 1}"
+            raise RemoteProtocolError(f"step {step}: {spec.name} is no permutation of the look-ups {lookups}")
 
 
 class PlanCheck:
@@ -136,7 +132,10 @@ class PlanCheck:
         self._optional = [[(f"{group}.{name}", name) for name in OPTIONAL] for group in range(len(self._groups))]
         # of each group: the part and the pooled features of each source
         self._sources = [
-            [(own.part, len(set(own.features).difference(group.unpooled_features))) for own in sources_of(group, rank)]
+            [
+                (source.part, len(set(source.features).difference(group.unpooled_features)))
+                for source in sources_of(group, rank)
+            ]
             for group in self._groups
         ]
         self._known_layouts: dict[tuple[int, frozenset[str], int], Layouts] = {}
@@ -148,7 +147,10 @@ class PlanCheck:
     def message(self, message: PlanReady) -> None:
         if message.steps:
             ends = [0, *(header.arrays_bytes for header in message.steps)]
-            due = [(own.step, self._header(own.step, own, end)) for own, end in zip(message.steps, ends, strict=False)]
+            due = [
+                (header.step, self._header(header.step, header, end))
+                for header, end in zip(message.steps, ends, strict=False)
+            ]
             self._due[message.plan] = due
         end = 0
         for span in message.rows:
@@ -217,10 +219,10 @@ class PlanCheck:
             return plan.batch_size
         groups, size = len(plan.share.groups), plan.share.batch_size
         require(groups == len(self._groups), f"step {step} shares {groups} groups instead of {len(self._groups)}")
-        own = sum(part_sizes(size, self._rank))
+        num_samples = sum(part_sizes(size, self._rank))
         require(
-            plan.batch_size == own,
-            f"step {step} brings {plan.batch_size} samples; the parts of this rank have {own} of {size}",
+            plan.batch_size == num_samples,
+            f"step {step} brings {plan.batch_size} samples; the parts of this rank have {num_samples} of {size}",
         )
         return size
 
@@ -253,32 +255,32 @@ class PlanCheck:
         key = group, counts.present, counts.sequences
         if key not in self._known_layouts:
             arrays = (GROUP_ARRAYS | EXCHANGE_ARRAYS).items()
-            self._known_layouts[key] = [(f"{group}.{name}", own) for name, own in arrays if own.where(counts)]
+            self._known_layouts[key] = [(f"{group}.{name}", layout) for name, layout in arrays if layout.where(counts)]
         return self._known_layouts[key]
 
     def _plan_arrays(
         self, plan: StepHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]
     ) -> Iterator[ExpectedArray]:
-        for number, own in enumerate(self._inputs):
-            name = own.name if number < 2 else PREFIX + own.name
-            yield name, own.dtype, (self._entries(own, plan), *own.shape)
+        for number, spec in enumerate(self._inputs):
+            name = spec.name if number < 2 else PREFIX + spec.name
+            yield name, spec.dtype, (self._entries(spec, plan), *spec.shape)
         for counts, own_layouts in zip(group_counts, layouts, strict=True):
             for name, layout in own_layouts:
                 yield name, layout.dtype, layout.shape_of(counts)
 
-    def _entries(self, own: InputSpec, plan: StepHeader) -> int:
+    def _entries(self, spec: InputSpec, plan: StepHeader) -> int:
         """Returns how many entries an array of the batch has: those of its samples, or of a feature's look-ups."""
-        if not own.of:
+        if not spec.of:
             return plan.batch_size
-        group, number = self._places[own.of]
+        group, number = self._places[spec.of]
         shares = (
             (plan.groups[group].sequence_lookups,)
             if plan.share is None
             else (plan.share.groups[group].sequence_lookups)
         )
         of_parts = [lookups[number] for lookups in shares]
-        require(min(of_parts) >= 0, f"feature {own.of} has {of_parts} look-ups")
-        is_whole = any(own.of in table.batch_features for table in self._groups[group].tables)
+        require(min(of_parts) >= 0, f"feature {spec.of} has {of_parts} look-ups")
+        is_whole = any(spec.of in table.batch_features for table in self._groups[group].tables)
         return max(of_parts) if is_whole else sum(of_parts)
 
     def _checks_of(self, plan: StepHeader, group_counts: Sequence[Counts], layouts: Sequence[Layouts]) -> DueChecks:
@@ -357,9 +359,9 @@ def check_share(name: str, share: ShareHeader, counts: Counts, group: GroupHeade
             list(levels) == sorted(levels) and max(levels, default=0) <= most,
             f"{name} has additions up to {levels} of {most} gradients",
         )
-    own = tuple(map(sum, zip(*share.sequence_lookups, strict=True))) if share.sequence_lookups else ()
+    sums = tuple(map(sum, zip(*share.sequence_lookups, strict=True))) if share.sequence_lookups else ()
     require(
-        len(share.sequence_lookups) == rank.parts_per_rank and own == group.sequence_lookups,
+        len(share.sequence_lookups) == rank.parts_per_rank and sums == group.sequence_lookups,
         f"{name} has sequences of {share.sequence_lookups} look-ups in its parts, {group.sequence_lookups} in all",
     )
 

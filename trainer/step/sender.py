@@ -12,8 +12,9 @@ import xxhash
 from torch import Tensor
 
 from rowcast.protocol.conversation import DensePieces
-from rowcast.protocol.messages import Ask, PlanDone, Replica, Returned, RowsBack, RowSpan, Save, Saved
+from rowcast.protocol.messages import Ask, PlanDone, Replica, Returned, RowsBack, Save, Saved
 from rowcast.protocol.plan import barrier_stamp, is_sampled, plan_stamp, saved_stamp
+from rowcast.protocol.plan_layout import RowSpan
 from rowcast.protocol.transport.ring import RingSlice
 from rowcast.runtime.crash_points import crash_point
 from rowcast.trainer.device.cuda import RingEnds
@@ -59,6 +60,7 @@ class Sender:
         send: Callable[[RowsBack | PlanDone | Saved | Replica | Parcel], None],
     ) -> None:
         self.waiting_for_ring = False  # set by the sender's thread
+        self.on_queued: Callable[[], None] = lambda: None  # wakes that thread
         self._slots, self._streams = slots, slots.streams
         self._staging = Staging(slots.streams, staging_bytes)  # for rows that have left their slots
         self._ring, self._memory = rings.back, rings.back_memory
@@ -121,10 +123,12 @@ class Sender:
                 gathered=fill.record(),
             )
         )
+        self.on_queued()
 
     def send_parcel(self, parcel: Parcel) -> None:
         """Queues a message between the rows that have left and those that will."""
         self._tasks.append(parcel)
+        self.on_queued()
 
     def send_state(self, barrier: int, content: bytes, *, whole: bool, is_best: bool) -> None:
         """Queues the model state, after the rows of its barrier. Not `whole`: only its checksum, as rank 0 sends the
@@ -138,10 +142,12 @@ class Sender:
                 else Replica(barrier=barrier, checksum=xxhash.xxh3_64_intdigest(content)),
             )
         )
+        self.on_queued()
 
     def finish(self, message: PlanDone) -> None:
         """Queues the report of a complete plan, after its tasks."""
         self._finished.append(message)
+        self.on_queued()
 
     def idled(self, seconds: float) -> None:
         """Counts `seconds` without work for the sender's thread."""

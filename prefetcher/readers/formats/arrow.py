@@ -14,7 +14,7 @@ from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
 from rowcast.prefetcher.readers.hashed_ids import first_kinds
-from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location, job_features, row_location
+from rowcast.prefetcher.readers.id_check import CheckedFeature, IdCheck, Location, job_features, row_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_named_columns
@@ -35,7 +35,7 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
 class ArrowFiles:
     """Mapped files with rows. Raises DataError for one that cannot be mapped, or if none has rows."""
 
-    def __init__(self, paths: list[Path], features: Sequence[Feature]) -> None:
+    def __init__(self, paths: list[Path], features: Sequence[CheckedFeature]) -> None:
         self._features = features
         found = ((path, *mapped(path)) for path in paths)
         filled = [own for own in found if own[2][-1]]

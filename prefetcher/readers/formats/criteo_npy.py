@@ -63,19 +63,19 @@ class NpyRows:
         self._features, self._hash, self._ids, self._days = job_features(job), job.data.hash, ids, days
         self._part, self._label_columns = columns, job.data.columns
         self._columns = np.array(numbered_columns(job, shared_width(days, "sparse"), f"{days[0].name}_sparse.npy"))
-        self._bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
+        self.bounds = np.array(cumulative([len(day.labels) for day in days]), np.int64)
         self.paths = [part_path(day.name, part) for day in days for part in PARTS]
         self.dense_names = dense_names(shared_width(days, "dense"))
 
     @property
     def num_rows(self) -> int:
-        return int(self._bounds[-1])
+        return int(self.bounds[-1])
 
     def cursor(self) -> AbstractContextManager["NpyRows"]:
         return nullcontext(self)
 
     def take(self, rows: Ids, within: range) -> Part:
-        days = rows_by_file(self._bounds, rows)
+        days = rows_by_file(self.bounds, rows)
         return decode_part(
             self._part,
             samples=lambda: join_dense(days, [self._dense(day) for day in days], [{} for _ in days]),

@@ -18,7 +18,7 @@ from pyarrow import csv
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Ids
-from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
+from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules, batches_of_lines, each_a_line
 from rowcast.prefetcher.readers.id_check import (
     IdCheck,
     Location,
@@ -29,7 +29,7 @@ from rowcast.prefetcher.readers.id_check import (
 )
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_files
-from rowcast.prefetcher.readers.text_files import refuse_line
+from rowcast.prefetcher.readers.text_files import lines_of, refuse_line
 from rowcast.protocol.batch import Lookups, Samples
 from rowcast.runtime.arrays import F32, U16, U32
 
@@ -88,14 +88,20 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
     file."""
     refuse_weights(job)
     numbered_columns(job, NUM_SPARSE, "Criteo TSV")
-    return open_files(job, IdCheck(job), partial(rows_of, job, columns))
+    ids = IdCheck(job)
+    return open_files(job, ids, partial(rows_of, job, ids, columns))
 
 
-def rows_of(job: Job, part: Columns, paths: list[Path]) -> ColumnRows:
+def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
     names: dict[Columns, list[str]] = {"dense": ["label", *DENSE], "ids": job.features}
     names["all"] = [*names["dense"], *names["ids"]]
     columns = [*names["dense"], *dict.fromkeys(SPARSE[i] for i in sorted(map(SPARSE.index, job.features)))]
-    rules = TextRules(known=["criteo-tsv", columns], header_lines=0, columns=partial(decode, columns))
+    rules = TextRules(
+        known=["criteo-tsv", columns],
+        header_lines=0,
+        columns=partial(batches_of_lines, partial(decode, columns)),
+        place=each_a_line,
+    )
     moduli = [feature.num_embeddings for feature in job_features(job)]
     decoder = TsvDecoder(job.features, moduli)
     return ColumnRows(CopiedFiles(job, paths, rules), names[part], decoder, dense_names(NUM_DENSE), part)
@@ -126,10 +132,10 @@ def decode(names: list[str], lines: bytes, num_lines: int, location: Location) -
         sparse = [name for name in names if name in SPARSE]
         hashes = hash_columns([table[name].chunk(0) for name in sparse])
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, location, str(error), line_error) from None
+        raise refuse_line(lines_of(lines), location, str(error), line_error) from None
     labels = table["label"].to_numpy()
     if table["label"].null_count or not ((labels == 0) | (labels == 1)).all():
-        raise refuse_line(lines, location, "a label is not 0 or 1", line_error)
+        raise refuse_line(lines_of(lines), location, "a label is not 0 or 1", line_error)
     dense = {name: logarithms(table[name].chunk(0)) for name in DENSE}
     return pa.RecordBatch.from_pydict(
         {"label": labels.astype(np.float32), **dense, **dict(zip(sparse, hashes, strict=True))}

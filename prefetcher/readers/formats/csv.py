@@ -5,18 +5,19 @@
     data.columns.lists       several items in a cell, between separators; an empty cell is an empty bag, an empty item
                              is missing
 
-Cells may be quoted, but a line is a row: line breaks within quotes are refused. Lines are read as in Criteo TSV.
+Cells may be quoted, and have line breaks within their quotes. The fast parser reads lines as if each were a row; only
+where it finds fewer rows are records looked for, byte by byte, and one that is not whole waits for the next lines.
 
 Explains why a line does not fit its header, by reading cell by cell after the fast parser has refused its block.
 """
 
 import csv
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 import msgspec
 import pyarrow as pa
@@ -28,15 +29,26 @@ from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS, Roles, RowDecoder, i
 from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.hashed_ids import is_all_missing, is_text
-from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location
+from rowcast.prefetcher.readers.id_check import CheckedFeature, IdCheck, Location, decoding, line_location
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_named_columns
-from rowcast.prefetcher.readers.text_files import first_lines, refuse_line
+from rowcast.prefetcher.readers.text_files import (
+    CHUNK_BYTES,
+    MOST_LINE_BYTES,
+    LinePiece,
+    first_lines,
+    lines_of,
+    open_text,
+    pieces,
+    refuse_line,
+    whole_gzip,
+)
 from rowcast.runtime.errors import DataError, nearest
 
 CellKind = Literal["integer", "whole", "number", "boolean", "text"]
 TRUE = ("true", "True", "TRUE", "yes", "Yes", "YES", "t", "T", "y", "Y")
 FALSE = ("false", "False", "FALSE", "no", "No", "NO", "f", "F", "n", "N")
+OPEN = "a quoted field begins here and does not end; close its quotes, and double those within a field"
 SPACES = " "  # the delimiter that is a run of spaces and tabs
 BRACKETS = "[]"  # the separator of lists such as [1, 2]
 BRACKETED = r"\s*\[\s*(.*?)\s*,?\s*\]\s*"
@@ -72,23 +84,21 @@ class CsvLayout:
 
 
 def line_error(layout: CsvLayout, content: bytes) -> str | None:
-    """Returns the sentence after the line's number, or None for a good line."""
+    """Returns the sentence after the line's number, or None for a good line, which may have breaks within quotes."""
     header, cells, line = layout.header, layout.cells, content.removesuffix(b"\r").decode("utf-8", "replace")
     if not line:
         return ": the line is empty; remove it"
-    if "\r" in line:
+    if "\r" in line.replace("\r\n", "\n"):
         return ": there is a carriage return within the line; remove it"
     try:
         fields = fields_of(line, layout.delimiter, strict=True)
     except csv.Error as error:
         if "end of data" in str(error):
-            return ": a quoted field continues in the next line; remove line breaks within fields, or write Parquet"
+            return f": {OPEN}"
         return f": the quotes do not match ({error}); double those within a field"
     if len(fields) != len(header):
-        broken = layout.has_quotes and line.count('"') % 2
-        why = "; a quoted field of an earlier line ends here: remove line breaks within fields" if broken else ""
         needed = f"the header's {len(header)}" if layout.header_lines else f"the {len(header)} of data.columns.names"
-        return f": {len(fields)} fields instead of {needed}{why}"
+        return f": {len(fields)} fields instead of {needed}"
     for name, field in zip(header, fields, strict=True):
         if name in cells:
             if cells[name].required and not field:
@@ -130,10 +140,10 @@ def items_of(field: str, separator: str) -> list[str]:
     """Splits a cell that is a list. Items in brackets may be quoted as in Python."""
     if separator != BRACKETS:
         return field.split(separator)
-    found = re.match(BRACKETED, field)
-    inner = found[1] if found else ""
+    match = re.match(BRACKETED, field)
+    inner = match[1] if match else ""
     found_items = re.finditer(BRACKET_ITEM, inner) if inner else ()
-    return [own[3] or re.sub(r"\\(.)", r"\1", own[1] or own[2] or "") for own in found_items]
+    return [item[3] or re.sub(r"\\(.)", r"\1", item[1] or item[2] or "") for item in found_items]
 
 
 def holds(item: str, kind: CellKind) -> bool:
@@ -152,6 +162,7 @@ def is_number(text: str) -> bool:
     return "_" not in text
 
 
+NO_LINES = LinePiece(0, 0, b"")
 SEPARATOR = "\x1f"  # between cells whose delimiter is not one character
 ARROW_TYPES = {
     "integer": pa.int64(),
@@ -178,27 +189,102 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
         cells=cells_of(job, roles, first_row),
     )
 
-    def columns_of(lines: bytes, num_lines: int, location: Location) -> Any:
-        return typed(decode(lines, num_lines, layout, location), roles.features, location)
+    def columns_of(path: Path, stream: IO[bytes]) -> Iterator[tuple[Any, int]]:
+        for batch, num_lines, location in batches_of(path, stream, layout):
+            with decoding(location, batch.num_rows):
+                columns = typed(batch, roles.features, location)
+            yield columns, num_lines
 
     known = msgspec.to_builtins(
         [layout, [[feature.name, feature.rule] for feature in roles.features if feature.hashed]]
     )
-    files = CopiedFiles(job, filled, TextRules(known=known, header_lines=layout.header_lines, columns=columns_of))
+    rules = TextRules(
+        known=known, header_lines=layout.header_lines, columns=columns_of, place=partial(place_of, layout)
+    )
+    files = CopiedFiles(job, filled, rules)
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
-def decode(lines: bytes, num_lines: int, layout: CsvLayout, location: Location) -> Any:
-    """Returns a pyarrow.RecordBatch of whole lines; `location(i)` names the i-th. Raises DataError."""
+def batches_of(path: Path, stream: IO[bytes], layout: CsvLayout) -> Iterator[tuple[Any, int, Location]]:
+    """Yields pyarrow.RecordBatches of a file's rows, with the number of lines and the places of the rows. Raises
+    DataError."""
+    rest = NO_LINES
+    for piece in pieces(stream, path, layout.header_lines):
+        lines = joined(rest, piece)
+        location = line_location(path, lines.first_line)
+        with decoding(location, lines.num_lines):
+            batch, location, rest = rows_in(lines, layout, location)
+        if batch is not None:
+            yield batch, lines.num_lines - rest.num_lines, location
+        if len(rest.text) > MOST_LINE_BYTES * CHUNK_BYTES:
+            break
+    if rest.num_lines:
+        raise DataError(f"{path}, line {rest.first_line}: {OPEN}")
+
+
+def rows_in(lines: LinePiece, layout: CsvLayout, location: Location) -> tuple[Any | None, Location, LinePiece]:
+    """Returns a pyarrow.RecordBatch and the places of its rows, and the lines of the last record if it is not whole.
+    `location(i)` names the i-th line. Raises DataError."""
     try:
-        return parse(lines, num_lines, layout)
+        return parse(lines.text, lines.num_lines, layout), location, NO_LINES
     except (pa.ArrowInvalid, ValueError) as error:
-        raise refuse_line(lines, location, str(error), partial(line_error, layout)) from None
+        starts, ends, rest = records_of(lines, layout) if layout.has_quotes else ([], [], lines)
+        if layout.has_quotes and len(starts) < lines.num_lines:
+            places = dict(enumerate(starts))
+            first, location = location, lambda i: first(places[i])
+        else:
+            raise refuse_line(lines_of(lines.text), location, str(error), partial(line_error, layout)) from None
+    if not starts:
+        return None, location, rest
+    text = lines.text[: ends[-1]]
+    try:
+        return parse(text, len(starts), layout), location, rest
+    except (pa.ArrowInvalid, ValueError) as error:
+        records = [text[start : end - 1] for start, end in zip([0, *ends], ends, strict=False)]
+        raise refuse_line(records, location, str(error), partial(line_error, layout)) from None
+
+
+def joined(rest: LinePiece, piece: LinePiece) -> LinePiece:
+    if not rest.num_lines:
+        return piece
+    return LinePiece(rest.first_line, rest.num_lines + piece.num_lines, rest.text + piece.text)
+
+
+def records_of(lines: LinePiece, layout: CsvLayout) -> tuple[list[int], list[int], LinePiece]:
+    """Returns the first line, from 0, and the end in bytes of each whole record, and the lines of one that is not."""
+    record, at, line, starts, ends = record_pattern(layout.delimiter), 0, 0, list[int](), list[int]()
+    while match := record.match(lines.text, at):
+        starts.append(line)
+        line, at = line + lines.text.count(b"\n", at, match.end()), match.end()
+        ends.append(at)
+    return starts, ends, LinePiece(lines.first_line + line, lines.num_lines - line, lines.text[at:])
+
+
+def record_pattern(delimiter: str) -> re.Pattern[bytes]:
+    """A quote opens a cell only at its beginning, and within its quotes two are one. A cell with line breaks ends with
+    its quotes: else two quotes that are not closed would hide the rows between them."""
+    mark = re.escape(delimiter.encode())
+    broken, quoted = rb'"[^"]*+(?:""[^"]*+)*+"(?=%b|\r?\n)' % mark, rb'"[^"\n]*+(?:""[^"\n]*+)*+"[^%b\n]*+' % mark
+    cell = rb'(?:%b|%b|(?!")[^%b\n]*+)' % (broken, quoted, mark)
+    return re.compile(rb"%b(?:%b%b)*+\n" % (cell, mark, cell))
+
+
+def place_of(layout: CsvLayout, path: Path, row: int) -> str:
+    """Names the first line of a row, in a file that is read for it."""
+    rest, seen = NO_LINES, 0
+    with open_text(path) as stream:
+        for piece in pieces(stream, path, layout.header_lines):
+            lines = joined(rest, piece)
+            starts, _, rest = records_of(lines, layout)
+            if row < seen + len(starts):
+                return f"{path}, line {lines.first_line + starts[row - seen]}"
+            seen += len(starts)
+    return f"{path}, row {row}"
 
 
 def parse(lines: bytes, num_lines: int, layout: CsvLayout) -> Any:
-    """Like `decode`, for lines that all end in a line break. Raises ArrowInvalid or ValueError for a line that does not
-    fit.
+    """Returns a pyarrow.RecordBatch of whole records, which all end in a line break; by default a record is a line.
+    Raises ArrowInvalid or ValueError for one that does not fit.
 
     To detect a quoted field left open, adds a row of empty cells, which such a field would swallow, and counts the
     rows.
@@ -256,14 +342,14 @@ def split_cells(texts: Any, cell: Cell) -> Any:
 
 def without_empty(texts: Any) -> Any:
     """Returns binaries; an empty cell is null, as in CSV."""
-    own = texts.cast(pa.binary())
-    return pc.if_else(pc.equal(pc.binary_length(own), 0), None, own)
+    cells = texts.cast(pa.binary())
+    return pc.if_else(pc.equal(pc.binary_length(cells), 0), None, cells)
 
 
-def typed_columns(table: Any, features: Sequence[Feature], kinds: Mapping[str, Any], location: Location) -> Any:
+def typed_columns(table: Any, features: Sequence[CheckedFeature], kinds: Mapping[str, Any], location: Location) -> Any:
     """Returns the typed columns of a table of a format with types: splits the text of features with data.columns.lists.
     A column without any value has the type in `kinds`, of another file. Raises DataError."""
-    kinds = {own.name: pa.string() for own in features if own.separator} | dict(kinds)
+    kinds = {feature.name: pa.string() for feature in features if feature.separator} | dict(kinds)
     for at, field in enumerate(table.schema):
         if is_all_missing(field.type):
             any_kind = pa.list_(pa.int64()) if is_list(field.type) else pa.int64()
@@ -286,7 +372,7 @@ def lists_of(texts: Any, cell: Cell, name: str, location: Location) -> Any:
         return split_cells(texts, cell)
     except ValueError:  # of Arrow, too
         cells = [(text or b"").decode("utf-8", "replace") for text in texts.to_pylist()]
-        row, why = next((i, why) for i, own in enumerate(cells) if (why := cell_error(own, cell)) is not None)
+        row, why = next((i, why) for i, text in enumerate(cells) if (why := cell_error(text, cell)) is not None)
         raise DataError(f"{location(row)}, column {name}: {why}") from None
 
 
@@ -294,8 +380,8 @@ def split_brackets(texts: Any) -> Any:
     if pc.any(pc.invert(pc.match_substring_regex(texts, f"^{BRACKETED}$"))).as_py():
         raise ValueError("a cell is no list such as [1, 2]")
     if pc.any(pc.match_substring_regex(texts, "['\"]")).as_py():
-        found = [None if text is None else items_of(text.decode(), BRACKETS) for text in texts.to_pylist()]
-        return pa.array(found, pa.list_(pa.binary()))
+        lists = [None if text is None else items_of(text.decode(), BRACKETS) for text in texts.to_pylist()]
+        return pa.array(lists, pa.list_(pa.binary()))
     inner = pc.replace_substring_regex(texts, f"^{BRACKETED}$", r"\1")
     return pc.split_pattern_regex(pc.if_else(pc.equal(pc.binary_length(inner), 0), None, inner), r"\s*,\s*")
 
@@ -303,13 +389,19 @@ def split_brackets(texts: Any) -> Any:
 def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cell]:
     columns, cells = job.data.columns, dict[str, Cell]()
     for name in (*roles.labels, *roles.dense):
+        if name in roles.sources:
+            continue
         rule = columns.prepare.get(name, AS_IT_IS)
-        kind: CellKind = "text" if rule.map else "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
+        kind: CellKind = (
+            "text" if rule.takes_text else "boolean" if first_row.get(name) in (*TRUE, *FALSE) else "number"
+        )
         is_needed = name in roles.labels and not columns.labels and rule.fill is None
         cells[name] = Cell(kind=kind, required=is_needed)
     for feature in roles.features:
+        if feature.name in roles.sources:
+            continue
         separator, rule = columns.lists.get(feature.name), columns.prepare.get(feature.name, AS_IT_IS)
-        kind = "text" if feature.hashed or rule.map else "number" if rule.buckets else "integer"
+        kind = "text" if feature.hashed or rule.takes_text else "number" if rule.buckets else "integer"
         cells[feature.name] = Cell(kind=kind, separator=separator)
         if feature.weights_column is not None:
             cells[feature.weights_column] = Cell(kind="number", separator=separator)
@@ -318,7 +410,7 @@ def cells_of(job: Job, roles: Roles, first_row: dict[str, str]) -> dict[str, Cel
         first = next(iter(items_of(first_row.get(name, ""), separator or "\n")), "")
         kind = "boolean" if first in (*TRUE, *FALSE) else "whole" if holds(first, "whole") else "number"
         cells.setdefault(name, Cell(kind=kind, separator=separator))
-    return cells
+    return dict.fromkeys(roles.sources.values(), Cell(kind="text")) | cells
 
 
 def beginning(paths: list[Path], delimiter: str, names: Sequence[str]) -> tuple[list[Path], list[str], dict[str, str]]:
@@ -326,14 +418,17 @@ def beginning(paths: list[Path], delimiter: str, names: Sequence[str]) -> tuple[
     without a header. Raises DataError for headers that differ, also of files without rows, or if no file has rows."""
     begun = ((path, first_lines(path)) for path in paths)
     if names:
-        first_rows = {path: own[0].rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf") for path, own in begun}
+        first_rows = {
+            path: whole_record(path, start[0], 0, delimiter).rstrip(b"\r\n").removeprefix(b"\xef\xbb\xbf")
+            for path, start in begun
+        }
         rows = {path: row.decode(errors="replace") for path, row in first_rows.items() if row}
         if not rows:
             raise no_rows(paths)
         cells = fields_of(next(iter(rows.values())), delimiter, strict=False)
         return [*rows], [*names], dict(zip(names, cells, strict=False))
-    lines = {path: own for path, own in begun if own[1] or own[0].strip(b"\xef\xbb\xbf\r\n ")}
-    headers = {path: fields_by_line(path, own, delimiter) for path, own in lines.items()}
+    lines = {path: start for path, start in begun if start[1] or start[0].strip(b"\xef\xbb\xbf\r\n ")}
+    headers = {path: fields_by_line(path, start, delimiter) for path, start in lines.items()}
     for path, (header, _) in headers.items():
         first = next(iter(headers))
         require_header(path, header, first, headers[first][0])
@@ -344,8 +439,18 @@ def beginning(paths: list[Path], delimiter: str, names: Sequence[str]) -> tuple[
     return filled, header, dict(zip(header, first_row, strict=False))
 
 
+def whole_record(path: Path, line: bytes, lines_before: int, delimiter: str) -> bytes:
+    """Returns the first record after some lines, of which `line` is the first line."""
+    if line.count(b'"') % 2 == 0 or len(delimiter) > 1 or delimiter == SPACES:
+        return line
+    with open_text(path) as stream, whole_gzip(path):
+        text = stream.read(MOST_LINE_BYTES * CHUNK_BYTES).split(b"\n", lines_before)[-1]
+    match = record_pattern(delimiter).match(text)
+    return match[0] if match else line
+
+
 def fields_by_line(path: Path, lines: tuple[bytes, bytes], delimiter: str) -> tuple[list[str], list[str]]:
-    header, first_row = (line.rstrip(b"\r\n") for line in lines)
+    header, first_row = lines[0].rstrip(b"\r\n"), whole_record(path, lines[1], 1, delimiter).rstrip(b"\r\n")
     header = header.removeprefix(b"\xef\xbb\xbf")
     if not header.strip():
         raise DataError(f"{path}: the file has no header; its first line must name the columns")

@@ -48,9 +48,8 @@ from rowcast.prefetcher.readers.id_check import (
 )
 from rowcast.prefetcher.readers.reader import Pending, decoded
 from rowcast.protocol.batch import Batch, Kind, needed_offsets
-from rowcast.protocol.messages import MAX_DIMENSIONS
 from rowcast.protocol.parts import Belonging, Rank, belonging
-from rowcast.protocol.plan_layout import ITEM_BYTES
+from rowcast.protocol.plan_layout import ITEM_BYTES, MAX_DIMENSIONS
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError, listed
 
 

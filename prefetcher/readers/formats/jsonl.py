@@ -1,16 +1,19 @@
 """Reads JSON lines, plain or gzip: each line is an object, and a feature is the key of its name, as in Parquet.
 
 The first lines decide the types: numbers, true and false, text, lists of these. A missing key and null are missing.
+
+A file that is one array of objects, or one object with one list of objects, is read as a whole: each object is a line.
 """
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from io import BufferedReader, BytesIO
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import msgspec
 import numpy as np
@@ -23,15 +26,25 @@ from rowcast.prefetcher.readers.copies import CopiedFiles, TextRules
 from rowcast.prefetcher.readers.data_files import no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.formats.parquet import roles_in
-from rowcast.prefetcher.readers.id_check import IdCheck, Location, line_location
+from rowcast.prefetcher.readers.id_check import IdCheck, Location, decoding, line_location
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_named_columns
-from rowcast.prefetcher.readers.text_files import Piece, open_text, pieces, refuse_line
-from rowcast.runtime.errors import DataError
+from rowcast.prefetcher.readers.text_files import (
+    LinePiece,
+    first_lines,
+    lines_of,
+    open_text,
+    pieces,
+    refuse_line,
+    whole_gzip,
+)
+from rowcast.runtime.errors import DataError, listed
 
 Types = Mapping[str, Any]  # of columns, in Arrow
 NUMBER, WHOLE, UNSIGNED, WORD, TEXT = pa.float64(), pa.int64(), pa.uint64(), pa.bool_(), pa.string()
 MOST_DEPTH = 64
+ARRAY, WRAPPED = rb"\s*\[\s*\{", rb'\s*\{(?:\s*"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"\[{,]+)\s*,)*\s*"[^"]*"\s*:\s*\[\s*\{'
+LONGEST_START, OBJECTS = 8192, 20_000  # bytes that tell what a file is; objects that are decoded together
 WHAT = {
     NUMBER: "a number",
     WHOLE: "an integer of 64 bits, as in the first lines",
@@ -47,28 +60,85 @@ def open_reader(job: Job, columns: Columns = "all") -> RowReader:
 
 
 def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnRows:
-    path, first = first_piece(paths)
-    values = values_of(first.text, line_location(path, first.first_line))
-    found = pa.schema([(name, kind_of(own)) for name, own in values.items()])
-    roles = roles_in(job, [path], [found], ids)
-    types = types_of(roles, found)
+    path, first, location = first_piece(paths)
+    values = values_of(first.text, location)
+    schema = pa.schema([(name, kind_of(kinds)) for name, kinds in values.items()])
+    roles = roles_in(job, [path], [schema], ids)
+    types = types_of(roles, schema)
 
-    def columns_of(lines: bytes, num_lines: int, location: Location) -> Any:
-        return typed_columns(decode(types, lines, num_lines, location), roles.features, {}, location)
+    def columns_of(path: Path, stream: IO[bytes]) -> Iterator[tuple[Any, int]]:
+        for lines, location, by_line in object_lines(stream, path):
+            with decoding(location, lines.num_lines):
+                decoded = decode(types, lines.text, lines.num_lines, location)
+                columns = typed_columns(decoded, roles.features, {}, location)
+            yield columns, lines.num_lines * by_line
 
-    hashed = [[own.name, own.rule, own.separator] for own in roles.features if own.hashed or own.separator]
+    hashed = [
+        [feature.name, feature.rule, feature.separator]
+        for feature in roles.features
+        if feature.hashed or feature.separator
+    ]
     known = ["jsonl", {name: str(kind) for name, kind in types.items()}, hashed]
-    files = CopiedFiles(job, paths, TextRules(known=known, header_lines=0, columns=columns_of))
+    rules = TextRules(
+        known=known, header_lines=0, columns=columns_of, place=lambda path, row: object_location(path, 1)(row)
+    )
+    files = CopiedFiles(job, paths, rules)
     return ColumnRows(files, roles.names(part), RowDecoder(job, roles, ids), roles.dense, part)
 
 
-def first_piece(paths: list[Path]) -> tuple[Path, Piece]:
+def first_piece(paths: list[Path]) -> tuple[Path, LinePiece, Location]:
     """Raises DataError if no file has rows."""
     for path in paths:
         with open_text(path) as stream:
-            for piece in pieces(stream, path, 0):
-                return path, piece
+            for piece, location, _ in object_lines(stream, path):
+                return path, piece, location
     raise no_rows(paths)
+
+
+def object_location(path: Path, first: int) -> Location:
+    return lambda i: f"{path}, object {first + i}"
+
+
+def object_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[LinePiece, Location, bool]]:
+    """Yields objects, one in a line, their places, and whether these are the lines of the file. Raises DataError."""
+    start = cast(BufferedReader, stream).peek(LONGEST_START).removeprefix(b"\xef\xbb\xbf")
+    if re.match(ARRAY, start) or (re.match(WRAPPED, start) and not has_lines(path)):
+        with whole_gzip(path):
+            text = stream.read()
+        objects = objects_of(text.removeprefix(b"\xef\xbb\xbf"), path)
+        if objects is not None:
+            for first in range(0, len(objects), OBJECTS):
+                lines = [re.sub(rb"[\r\n]", b" ", bytes(own)) + b"\n" for own in objects[first : first + OBJECTS]]
+                yield LinePiece(first + 1, len(lines), b"".join(lines)), object_location(path, first + 1), False
+            return
+        stream = BytesIO(text)
+    for piece in pieces(stream, path, 0):
+        yield piece, line_location(path, piece.first_line), True
+
+
+def has_lines(path: Path) -> bool:
+    """Also for a first line that is nested too deep, which `check_depth` refuses."""
+    first, second = first_lines(path)
+    try:
+        return bool(second.strip()) and content_of(first.removeprefix(b"\xef\xbb\xbf")) is not None
+    except RecursionError:
+        return True
+
+
+def objects_of(text: bytes, path: Path) -> list[msgspec.Raw] | None:
+    """Returns None for objects in lines. Raises DataError."""
+    try:
+        if re.match(ARRAY, text):
+            return msgspec.json.decode(text, type=list[msgspec.Raw])
+        fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, RecursionError) as error:
+        if re.match(WRAPPED, text):
+            return None
+        raise DataError(f"{path}: the JSON array cannot be read ({error}); write it again") from None
+    lists = [name for name, own in fields.items() if re.match(ARRAY, bytes(own))]
+    if len(lists) > 1:
+        raise DataError(f"{path}: the lists {listed(lists)} hold objects; give a file with one of them")
+    return msgspec.json.decode(bytes(fields[lists[0]]), type=list[msgspec.Raw])
 
 
 def values_of(lines: bytes, location: Location) -> dict[str, list[Any]]:
@@ -97,26 +167,26 @@ def kind_of(values: Sequence[Any]) -> Any:
     Without values, any type will do."""
     first = values[0] if values else 0
     if isinstance(first, list):
-        items = [item for own in values if isinstance(own, list) for item in own if item is not None]
+        items = [item for value in values if isinstance(value, list) for item in value if item is not None]
         return pa.list_(kind_of(items))
     if not isinstance(first, int | float) or isinstance(first, bool):
         return WORD if isinstance(first, bool) else TEXT if isinstance(first, str) else pa.struct([])
-    numbers = [own for own in values if isinstance(own, int | float)] or [0]
-    if any(isinstance(own, float) for own in numbers):
+    numbers = [value for value in values if isinstance(value, int | float)] or [0]
+    if any(isinstance(number, float) for number in numbers):
         return NUMBER
     low, high = min(numbers), max(numbers)
     return WHOLE if low >= -(2**63) and high < 2**63 else UNSIGNED if low >= 0 and high < 2**64 else NUMBER
 
 
 def is_one_kind(values: Sequence[Any]) -> bool:
-    return len({float if type(own) is int else type(own) for own in values}) < 2
+    return len({float if type(value) is int else type(value) for value in values}) < 2
 
 
-def types_of(roles: Roles, found: Any) -> Types:
+def types_of(roles: Roles, schema: Any) -> Types:
     """Returns the types of the columns that are read, by those `found` in the first lines."""
     features = {feature.name: feature for feature in roles.features}
     numbers = {*roles.labels, *roles.dense, *roles.weights} - features.keys()
-    kinds = {name: found.field(name).type for name in roles.names()}
+    kinds = {name: schema.field(name).type for name in roles.names()}
     # the earlier rule took numbers beyond int64 for fractions, as those of arrays still are
     inexact = {name for name in kinds if name not in features or features[name].by_value == "earlier"}
     kinds = {name: as_number(kind, UNSIGNED) if name in inexact else kind for name, kind in kinds.items()}
@@ -158,7 +228,7 @@ def decode(types: Types, lines: bytes, num_lines: int, location: Location) -> An
         if table.num_rows != num_lines or (begun != num_lines and re.search(rb"(?m)^\s*$", lines[:-1])):
             raise ValueError("a line is not an object")
     except (pa.ArrowException, ValueError) as error:
-        raise refuse_line(lines, location, str(error), partial(line_error, types)) from None
+        raise refuse_line(lines_of(lines), location, str(error), partial(line_error, types)) from None
     [batch] = table.combine_chunks().to_batches()
     return batch
 

@@ -25,11 +25,12 @@ from pyarrow import parquet as pq
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.arrow_rows import AS_IT_IS, Roles, RowDecoder, Rules, is_list, require_columns, roles_of
+from rowcast.prefetcher.readers.clocks import is_time
 from rowcast.prefetcher.readers.columns import FileRows, as_slice
 from rowcast.prefetcher.readers.data_files import cumulative, no_rows
 from rowcast.prefetcher.readers.formats.csv import typed_columns
 from rowcast.prefetcher.readers.hashed_ids import can_hash, first_kinds, is_all_missing, is_text, type_of
-from rowcast.prefetcher.readers.id_check import Feature, IdCheck, Location, decoding, job_features, row_location
+from rowcast.prefetcher.readers.id_check import CheckedFeature, IdCheck, Location, decoding, job_features, row_location
 from rowcast.prefetcher.readers.reader import Columns
 from rowcast.prefetcher.readers.row_reader import ColumnRows, RowReader, open_named_columns
 from rowcast.runtime.errors import ConfigError, DataError
@@ -45,7 +46,7 @@ class RowGroup(NamedTuple):
 class ParquetFiles:
     """The metadata of the files with rows. Raises DataError for a damaged file, or if none has rows."""
 
-    def __init__(self, paths: list[Path], features: Sequence[Feature]) -> None:
+    def __init__(self, paths: list[Path], features: Sequence[CheckedFeature]) -> None:
         """`features`: of the job; those under a hash become hashes."""
         self.features = features
         found = ((path, *file_facts(path)) for path in paths)
@@ -192,7 +193,7 @@ def roles_in(job: Job, paths: list[Path], schemas: list[Any], ids: IdCheck) -> R
 def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
     """Raises DataError for a column of a type that its role does not allow."""
     for feature in roles.features:
-        kind = schema.field(feature.name).type
+        kind = schema.field(roles.column(feature.name)).type
         single = kind.value_type if is_list(kind) else kind
         may_be_hashed = can_hash(single, by_value=feature.by_value)
         if is_all_missing(kind):
@@ -208,7 +209,7 @@ def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
             )
     arrays = [name for name in roles.inputs if name not in {feature.name for feature in roles.features}]
     for name in [*roles.labels, *roles.dense, *roles.weights, *arrays]:
-        kind = schema.field(name).type
+        kind = schema.field(roles.column(name)).type
         if name in arrays and is_list(kind) and name not in roles.of:
             raise DataError(
                 f"{path}, column {name}: the type is {kind}, and lists belong to the look-ups of a feature; set "
@@ -219,8 +220,15 @@ def check_types(roles: Roles, rules: Rules, path: Path, schema: Any) -> None:
 
 
 def require_numbers(rules: Rules, path: Path, name: str, kind: Any) -> None:
-    is_mapped = rules.get(name, AS_IT_IS).map and can_hash(kind, by_value=True)
-    if not (is_number(kind) or is_all_missing(kind) or is_mapped):
+    rule = rules.get(name, AS_IT_IS)
+    if rule.clock:
+        if not (is_time(kind) or is_all_missing(kind)):
+            raise DataError(
+                f"{path}, column {rule.of or name}: the type is {kind}; a time is text, a number, or a timestamp"
+            )
+        return
+    is_read = rule.takes_text and can_hash(kind, by_value=True)
+    if not (is_number(kind) or is_all_missing(kind) or is_read):
         raise DataError(f"{path}, column {name}: the type is {kind}; it must be numbers")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers.columns import Floats, Ids
-from rowcast.prefetcher.readers.id_check import Feature, IdCheck, dense_names, job_features, refuse_weights
+from rowcast.prefetcher.readers.id_check import CheckedFeature, IdCheck, dense_names, job_features, refuse_weights
 from rowcast.prefetcher.readers.row_reader import RowReader
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.arrays import F64, GOLDEN, U64, mix
@@ -187,7 +187,7 @@ class SyntheticRows:
 
 
 class SyntheticColumn:
-    def __init__(self, feature: Feature, exponent: float, keys: U64) -> None:
+    def __init__(self, feature: CheckedFeature, exponent: float, keys: U64) -> None:
         self._zipf = Zipf(feature.num_embeddings, exponent)
         self._key = keys[0]
         self._permutation = Permutation(feature.num_embeddings, keys[1])

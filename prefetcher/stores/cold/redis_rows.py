@@ -4,7 +4,7 @@
     field   the row's key, 8 bytes | number of the `write` that wrote it, 4 bytes, the row's place
     value   checksum, 8 bytes | record
 
-The checksum (`page_loops.py`) starts from generation, key and write. So it detects changed bytes, another row's value
+The checksum (`segments.py`) starts from generation, key and write. So it detects changed bytes, another row's value
 and an older one, but not a value that somebody forged on purpose.
 
 A field is written once and deleted once. A row that is written again therefore stays readable at its older place until
@@ -30,11 +30,10 @@ import numpy.typing as npt
 
 from rowcast.job.stores import ServerUrl
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.cold.cold_rows import Moved, Places
-from rowcast.prefetcher.stores.cold.page_loops import WORD_BYTES, column_constants, seal, whole_pages
 from rowcast.prefetcher.stores.cold.redis_keys import NUM_HASHES, delete, keys_of, new_generation, note_path, pattern_of
 from rowcast.prefetcher.stores.cold.redis_servers import NEXT_START, Command, Servers
-from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.cold.segments import WORD_BYTES, column_constants, seal, whole_pages
+from rowcast.prefetcher.stores.store import Keys, Moved, Places, Records
 from rowcast.runtime.arrays import GOLDEN, I64, U64, Bytes, mix
 from rowcast.runtime.errors import RowcastError, StoreLost
 from rowcast.runtime.telemetry.logs import get_logger
@@ -48,7 +47,7 @@ Fields = npt.NDArray[np.void]  # [n] of FIELD
 FIELD = np.dtype([("key", "<i8"), ("write", "<u4")])
 
 
-class Room(NamedTuple):
+class ServerRoom(NamedTuple):
     """What a server has for rows."""
 
     server: str
@@ -171,11 +170,11 @@ class RedisRows:
     def server_names(self) -> list[str]:
         return [node.name for node in self._servers.nodes]
 
-    def rooms(self) -> list[Room]:
+    def rooms(self) -> list[ServerRoom]:
         """The room on each server. Raises StoreLost."""
         shares = np.bincount([node for node, _ in self._hashes], minlength=len(self._servers.nodes)) / NUM_HASHES
         frees = self._servers.free_bytes()
-        return [Room(*room) for room in zip(self.server_names, shares.tolist(), frees, strict=True)]
+        return [ServerRoom(*room) for room in zip(self.server_names, shares.tolist(), frees, strict=True)]
 
     def delete(self) -> None:
         """Deletes all rows. After it, only `close` may be called."""

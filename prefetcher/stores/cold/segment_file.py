@@ -2,7 +2,7 @@
 
     file       | segment | segment | ...        64 MiB each, or a 64th of store.disk; reserved before it is used
     segment    | page | page | ...              filled in order; used again after its last row was freed
-    page       | checksum | keys | records |    4 KiB or a multiple (page_loops.py)
+    page       | checksum | keys | records |    4 KiB or a multiple (segments.py)
 
 Rows are appended to a buffer, which serves reads until its pages are full and written. A row's place is its position
 among all rows that fit into the file. Only the tiered store knows which rows are live; the file counts them to know
@@ -30,13 +30,15 @@ from typing import IO
 import numpy as np
 
 from rowcast.job.tables import GroupSpec
-from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, Moved, Places
-from rowcast.prefetcher.stores.cold.page_loops import (
+from rowcast.prefetcher.stores.cold.segments import (
     CHANGED,
     DONE,
     OTHER_ROW,
+    SPARE,
     UNREADABLE,
     WORD_BYTES,
+    SegmentPiece,
+    Segments,
     column_constants,
     page_layout,
     put_rows,
@@ -45,9 +47,8 @@ from rowcast.prefetcher.stores.cold.page_loops import (
     take_rows,
     whole_pages,
 )
-from rowcast.prefetcher.stores.cold.segments import SPARE, Piece, Segments
 from rowcast.prefetcher.stores.row_loops import Words
-from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.store import NOWHERE, Keys, Moved, Places, Records
 from rowcast.runtime.arrays import I64, U64
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 
@@ -334,7 +335,7 @@ class SegmentFile:
                 self._settle(Moved(keys[live], old[live], new))
             return True
 
-    def _read_piece(self, piece: Piece) -> tuple[Keys, Words, Places]:
+    def _read_piece(self, piece: SegmentPiece) -> tuple[Keys, Words, Places]:
         """Returns all rows of a piece, live or not, and their places."""
         first, rows = piece.segment * self._segments.num_pages + piece.first_page, self._page.num_rows
         pages: U64 = np.empty((piece.num_pages, self._page.num_words), np.uint64)

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from rowcast.job.tables import GroupSpec, make_keys
-from rowcast.prefetcher.stores.cold.cold_rows import NOWHERE, ColdRows, Moved, Places
-from rowcast.prefetcher.stores.cold.page_loops import page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
-from rowcast.prefetcher.stores.store import Keys, Records
+from rowcast.prefetcher.stores.cold.segments import page_layout
+from rowcast.prefetcher.stores.store import NOWHERE, ColdRows, Keys, Moved, Places, Records
 from rowcast.runtime.arrays import I64
 from tests.stores.every_store import GROUP
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.stores.cold.cold_rows import Moved
-from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES, PAGES_AHEAD, page_layout
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
-from rowcast.prefetcher.stores.store import Keys
+from rowcast.prefetcher.stores.cold.segments import BLOCK_BYTES, PAGES_AHEAD, page_layout
+from rowcast.prefetcher.stores.store import Keys, Moved
 from rowcast.runtime.errors import ConfigError, RowcastError
 from tests.stores.cold.owner import group_of, keys_of, open_small
 from tests.support.repeats import count

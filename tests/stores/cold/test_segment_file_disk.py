@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rowcast.prefetcher.stores.cold import page_loops, segment_file
-from rowcast.prefetcher.stores.cold.page_loops import BLOCK_BYTES, UNREADABLE, page_layout
+from rowcast.prefetcher.stores.cold import segment_file, segments
 from rowcast.prefetcher.stores.cold.segment_file import SEGMENTS, SegmentFile
+from rowcast.prefetcher.stores.cold.segments import BLOCK_BYTES, UNREADABLE, page_layout
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from tests.stores.cold.owner import Owner, group_of, keys_of, open_small
 from tests.stores.failing_calls import failing
@@ -187,7 +187,7 @@ def test_a_page_that_can_be_read_at_a_second_try_is(
 ) -> None:
     """As after a signal, which ends a read from some network file systems."""
     _, owner = opened
-    read_rows: Any = page_loops.read_rows
+    read_rows: Any = segments.read_rows
     tries = 0
 
     def interrupted(*arguments: Any) -> tuple[int, int, int]:

@@ -19,7 +19,7 @@ from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_ops import (
     AHEAD,
     ROWS_AHEAD,
-    Step,
+    CompiledStep,
     U,
     add_up,
     ask_for,
@@ -41,7 +41,7 @@ def train(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -
     weight.addcdiv_(row_grads, state.sqrt().add_(rule.eps), value=-rule.lr)
 
 
-def update(step: Step, rule: Rule) -> None:
+def update(step: CompiledStep, rule: Rule) -> None:
     lr, eps = np.float32(rule.lr), np.float32(rule.eps)
     for ranges, num_floats, _ in step.blocks():
         row_grads, roots = floats(num_floats), floats(num_floats)

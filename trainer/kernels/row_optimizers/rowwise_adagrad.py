@@ -18,7 +18,7 @@ from rowcast.runtime.compiled import compiled_arithmetic
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_ops import (
     AHEAD,
-    Step,
+    CompiledStep,
     U,
     ask_for,
     flat,
@@ -32,7 +32,7 @@ from rowcast.trainer.kernels.compiled_ops import (
 if TYPE_CHECKING:
     import triton.language as tl
 
-    from rowcast.trainer.kernels.triton_code import row_sums
+    from rowcast.trainer.kernels.triton_kernels import row_sums
 
 
 def train(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -> None:
@@ -41,11 +41,11 @@ def train(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -
     weight -= rule.lr * row_grads / (state.sqrt() + rule.eps)
 
 
-def update(step: Step, rule: Rule) -> None:
+def update(step: CompiledStep, rule: Rule) -> None:
     lr, eps = np.float32(rule.lr), np.float32(rule.eps)
     for ranges, num_floats, num_rows in step.blocks():
         row_grads, roots = sum_rows(step, ranges, num_floats), floats(num_rows)
-        means = torch.cat([mean_squares(row_grads, step.dims[g], *own) for g, *own, _ in ranges.tolist()])
+        means = torch.cat([mean_squares(row_grads, step.dims[g], *place) for g, *place, _ in ranges.tolist()])
         accumulate_means(step.groups, flat(means), flat(roots), ranges)
         work = partial(descend_by_row_roots, step.groups, flat(row_grads), flat(roots.sqrt_()), lr, eps)
         step.share(work, ranges, "segment_offsets")
@@ -53,8 +53,8 @@ def update(step: Step, rule: Rule) -> None:
 
 def mean_squares(row_grads: Tensor, dim: int, first: int, end: int, base: int) -> Tensor:
     """Returns f32 [end - first] of a range."""
-    own = row_grads[base + first * dim : base + end * dim].view(-1, dim)
-    return (own * own).mean(1)
+    grads = row_grads[base + first * dim : base + end * dim].view(-1, dim)
+    return (grads * grads).mean(1)
 
 
 @compiled_arithmetic

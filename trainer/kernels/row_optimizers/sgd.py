@@ -12,7 +12,7 @@ from rowcast.runtime.compiled import compiled_arithmetic, multiply_add
 from rowcast.trainer.kernels import Rule
 from rowcast.trainer.kernels.compiled_ops import (
     ROWS_AHEAD,
-    Step,
+    CompiledStep,
     U,
     add_up,
     ask_for,
@@ -29,7 +29,7 @@ def train(weight: Tensor, states: list[Tensor], row_grads: Tensor, rule: Rule) -
     weight.add_(row_grads, alpha=-rule.lr)
 
 
-def update(step: Step, rule: Rule) -> None:
+def update(step: CompiledStep, rule: Rule) -> None:
     lr = np.float32(rule.lr)
 
     def work(ranges: I64) -> None:

@@ -1,1 +1,0 @@
-"""`trainer rates`: measures this device for `rowcast estimate`."""

@@ -1,1 +1,0 @@
-"""`rowcast timeline`: the recordings of both processes (`--timeline`) on one clock."""

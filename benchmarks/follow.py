@@ -1,0 +1,250 @@
+"""Does a run that follows a folder end with the bits of a replay, whatever is killed while files arrive?
+
+    python -m benchmarks.follow [--kills 40] [--ways 5]
+
+Files arrive, and all processes of the run are killed: half of the times between a file's arrival and its checkpoint,
+else at random. Files that lie before all checkpoints are removed. Then END comes, the run ends, and the ordinary job
+trains a folder of all files. Kills are divided among the ways. Counts those of ways whose losses, trained rows, their
+state and dense weights are equal, byte for byte.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet as pq
+
+from benchmarks.machine import machine, write_result
+from rowcast.runtime.checkpoint_manifest import TrainingData, read_manifest
+
+MARK = "ROWCAST_FOLLOW"
+ROWS, BATCH_SIZE, FIRST_FILES, FILES_OF_A_KILL = 700, 128, 7, 14  # of a file, of a batch; there at the start
+EVERY_S = 0.4  # between two files
+LIMIT_S = 600.0
+
+
+class Way(NamedTuple):
+    ranks: int = 1
+    workers: int = 1
+    store: str = "memory"
+    shuffle: str = "none"
+
+
+WAYS = (
+    Way(),
+    Way(workers=3, store="tiered"),
+    Way(ranks=2, workers=3),
+    Way(ranks=2, store="tiered"),
+    Way(workers=3, shuffle="window:500"),
+)
+
+
+class Outcome(NamedTuple):
+    kills: int
+    steps: int
+    losses_differ: int
+    exports_equal: bool
+    removed: int  # files that left while the run followed
+    listed: int  # files in the last manifest
+
+    @property
+    def is_equal(self) -> bool:
+        return not self.losses_differ and self.exports_equal
+
+
+def job_content(way: Way, folder: Path, name: str, *, follow: bool) -> dict[str, Any]:
+    def table(column: str) -> dict[str, Any]:
+        return {"name": column, "num_embeddings": 2**40, "embedding_dim": 8, "features": [column]}
+
+    return {
+        "job": {"run_dir": str(folder / name), "seed": 1},
+        "data": {
+            "format": "parquet",
+            "path": str(folder / ("arriving" if follow else "finished")),
+            "batch_size": BATCH_SIZE,
+            "follow": follow,
+            "shuffle": way.shuffle,
+            "columns": {"dense": ["price"], "hash": True},
+        },
+        "tables": [table("user"), table("item")],
+        "model": {"kind": "dlrm", "bottom_mlp": [8], "top_mlp": [16, 1]},
+        "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.05}, "dense": {"kind": "sgd", "lr": 0.05}},
+        "cache": {"capacity": "96KiB"},
+        "lookahead": {"depth": 2},
+        "store": {"kind": way.store} | ({"memory": "2GiB"} if way.store == "tiered" else {}),
+        "checkpoint": {"every": "1s"},
+        "ranks": {"count": way.ranks},
+        "prefetcher": {"workers": way.workers},
+        "trainer": {"device": "cpu", "threads": 1},
+        "metrics": {"prefetcher": "127.0.0.1:0", "trainer": "127.0.0.1:0"},
+    }
+
+
+class FilesThatArrive:
+    """Each is in `finished` too, from where none leaves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.number = self.removed = 0
+        self._finished, self.arriving = folder / "finished", folder / "arriving"
+        for own in (self._finished, self.arriving):
+            own.mkdir()
+
+    def arrive(self) -> None:
+        draw, name = np.random.default_rng(self.number), f"f{self.number:06d}.parquet"
+        user = draw.zipf(1.3, ROWS) % 5000 + self.number * 40  # births for ever
+        item = draw.zipf(1.2, ROWS) % 3000 + self.number * 10
+        label = ((user * 7 + item * 3) % 11 < 3).astype(np.int8)
+        columns = {"label": label, "price": draw.random(ROWS, np.float32), "user": user, "item": item}
+        pq.write_table(pa.table(columns), self._finished / name)
+        shutil.copyfile(self._finished / name, self.arriving / f".{name}")
+        (self.arriving / f".{name}").rename(self.arriving / name)
+        self.number += 1
+
+    def remove(self, last: str) -> None:
+        """Removes the files up to `last`."""
+        for file in self.arriving.glob("*.parquet"):
+            if last and file.name <= PurePath(last).name:
+                file.unlink()
+                self.removed += 1
+
+
+class FollowingRun:
+    """`rowcast train`, and all processes that it has started. A context manager that ends them."""
+
+    def __init__(self, config: Path, log: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "rowcast", "train", "--config", str(config)],
+                stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
+                env={**os.environ, MARK: self._mark},
+            )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        while pids := list(self._alive()):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.process.poll()
+            time.sleep(0.05)
+        self.process.wait()
+
+    def _alive(self) -> Iterator[int]:
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and f"{MARK}={self._mark}".encode() in (entry / "environ").read_bytes():
+                    yield int(entry.name)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    return sorted(own.parent for own in run_dir.glob("checkpoints/step-*/manifest.json"))
+
+
+def followed(way: Way, kills: int, folder: Path, draw: random.Random) -> Outcome:
+    """Follows, is killed, and replays in `folder`. Raises RuntimeError if a run does not end well."""
+    files, until_s = FilesThatArrive(folder), time.monotonic() + LIMIT_S
+    config, log, run_dir = folder / "follow.json", folder / "follow.log", folder / "follow"
+    write_config(config, job_content(way, folder, "follow", follow=True))
+    for _ in range(FIRST_FILES):
+        files.arrive()
+    for killed in range(kills):
+        with FollowingRun(config, log) as run:
+            before = checkpoints(run_dir)[-1:]
+            while run.process.poll() is None and checkpoints(run_dir)[-1:] == before and time.monotonic() < until_s:
+                if files.number < FILES_OF_A_KILL * (killed + 1):
+                    files.arrive()
+                time.sleep(EVERY_S)
+            for _ in range(draw.randrange(1, 5)):
+                time.sleep(EVERY_S)
+                files.arrive()
+            time.sleep(draw.random() * (0.9 if killed % 2 else 4.0))  # a checkpoint comes a second after a step
+            if run.process.poll() is not None:
+                raise RuntimeError(f"the run ended with code {run.process.returncode}: {log.read_text()[-2000:]}")
+        for oldest in checkpoints(run_dir)[:1]:
+            files.remove(read_data(oldest).last_before)
+    files.arrive()
+    (files.arriving / "END").touch()
+    await_end(config, log)
+    write_config(folder / "replay.json", job_content(way, folder, "replay", follow=False))
+    await_end(folder / "replay.json", folder / "replay.log")
+    return compared(folder, kills, files.removed, len(read_data(checkpoints(run_dir)[-1]).files))
+
+
+def read_data(checkpoint: Path) -> TrainingData:
+    trained_on = read_manifest(checkpoint).trained_on
+    assert trained_on is not None, "a run has trained before its first checkpoint"
+    return trained_on
+
+
+def write_config(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content))
+
+
+def await_end(config: Path, log: Path) -> None:
+    with FollowingRun(config, log) as run:
+        code = run.process.wait(LIMIT_S)
+    if code:
+        raise RuntimeError(f"the run ended with code {code}: {log.read_text()[-2000:]}")
+
+
+def compared(folder: Path, kills: int, removed: int, listed: int) -> Outcome:
+    losses = [np.fromfile(folder / name / "losses.f32", np.uint32) for name in ("follow", "replay")]
+    exports = []
+    for name in ("follow", "replay"):
+        out = folder / f"{name}.safetensors"
+        command = [sys.executable, "-m", "rowcast", "export", "--run", str(folder / name), "--out", str(out)]
+        subprocess.run([*command, "--trained-rows"], check=True, capture_output=True)
+        exports.append(out.read_bytes())  # of dense weights, rows and their state
+    differ = len(losses[1]) if len(losses[0]) != len(losses[1]) else int((losses[0] != losses[1]).sum())
+    return Outcome(kills, len(losses[1]), differ, exports[0] == exports[1], removed, listed)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--ways", type=int, default=len(WAYS))
+    asked = parser.parse_args()
+    ways, outcomes = WAYS[: asked.ways], list[Outcome]()
+    print(machine())
+    print("ranks decoders store    shuffle     kills  steps losses differ   export files left listed")
+    for number, way in enumerate(ways):
+        kills = (asked.kills + len(ways) - 1 - number) // len(ways)
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = followed(way, kills, Path(folder), random.Random(number))
+        outcomes.append(outcome)
+        result = "equal" if outcome.exports_equal else "DIFFERS"
+        print(
+            f"{way.ranks:5d} {way.workers:8d} {way.store:8s} {way.shuffle:10s} {outcome.kills:5d} {outcome.steps:6d} "
+            f"{outcome.losses_differ:13d} {result:>8s} {outcome.removed:10d} {outcome.listed:6d}",
+            flush=True,
+        )
+    equal = sum(outcome.kills for outcome in outcomes if outcome.is_equal)
+    print(f"{equal} of {sum(outcome.kills for outcome in outcomes)} kills in runs that are equal to their replay")
+    write_result(
+        "follow", ways=[way._asdict() | outcome._asdict() for way, outcome in zip(ways, outcomes, strict=True)]
+    )
+    return int(any(not outcome.is_equal for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,2 +1,0 @@
-"""Implements the eviction policies listed in `job/schema.py`, with the interface in
-`planner/eviction.py`."""
