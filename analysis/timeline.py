@@ -1,4 +1,4 @@
-"""`rowcast timeline`: puts the recordings of a run into one file for Perfetto, and prints a summary.
+"""`rowcast timeline`: puts the recordings of a run into one file for Perfetto.
 
 Reads the recordings of each pair of processes of a run, puts them on one clock, and follows each step through both.
 
@@ -9,12 +9,9 @@ Within one boot of one host all clocks are the same. Recordings of two boots or 
 which is as accurate as the hosts' clocks. All times are in microseconds.
 """
 
-import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -193,34 +190,6 @@ def lives(pair: Pair) -> list[StepLife]:
     ]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Overlap:
-    num_over: int  # steps during whose compute work of AHEAD was done for a later step
-    # share of the time of such work, since the first step began, in which the trainer waited for rows
-    exposed_share: float
-
-
-def overlap(pair: Pair, steps: Sequence[StepLife]) -> Overlap:
-    """`steps` is not empty and of one attempt."""
-    times = [(began(life.step), ended(life.step)) for life in steps]
-    waits = [(began(wait), ended(wait)) for wait in pair.trainer.named("wait: rows")]
-    over, worked, exposed = set[int](), 0.0, 0.0
-    for life in steps:
-        for event in chain.from_iterable(life.ahead.values()):
-            over |= {steps[at].number for at, _ in shared(event, times) if steps[at].number < life.number}
-            if began(event) >= times[0][0]:
-                worked += event.dur or 0.0
-                exposed += sum(us for _, us in shared(event, waits))
-    return Overlap(num_over=len(over), exposed_share=exposed / max(1e-3, worked))
-
-
-def shared(event: TraceEvent, times: Sequence[tuple[float, float]]) -> Iterator[tuple[int, float]]:
-    """Returns which of `times` (ordered, with increasing ends) overlap the event, and for how long."""
-    first = bisect_right(times, began(event), key=itemgetter(1))
-    for index in range(first, bisect_left(times, ended(event), key=itemgetter(0))):
-        yield index, min(ended(event), times[index][1]) - max(began(event), times[index][0])
-
-
 OPEN = "open it at https://ui.perfetto.dev or chrome://tracing"
 
 
@@ -230,19 +199,12 @@ class TimelineOptions:
         Path | None,
         Option(help="The file to write, as JSON.", metavar="FILE", show_default="timeline.json in the run directory"),
     ] = None
-    steps: Annotated[str | None, Option(help="Only these, such as 100:110.", metavar="FIRST:END")] = None
 
 
 def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
-    """Raises ConfigError and DataError as `read_pairs` does, and ConfigError for steps that the run does not have."""
-    asked = None if options.steps is None else parse_steps(options.steps)
-    pairs = read_pairs(run_dir)
-    steps = [last_lives(pair) for pair in pairs]
-    out = options.out or run_dir / "timeline.json"
-    first, last = (
-        (float("-inf"), float("inf")) if asked is None else window_of([chosen(of_rank, asked) for of_rank in steps])
-    )
-    events = [event for pair in pairs for event in inside(pair, first, last)]
+    """Raises ConfigError and DataError as `read_pairs` does."""
+    pairs, out = read_pairs(run_dir), options.out or run_dir / "timeline.json"
+    events = [event for pair in pairs for recording in pair.both for event in recording.events]
     try:
         out.write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, events)) + b"\n]\n")
     except OSError as error:
@@ -255,73 +217,6 @@ def run_timeline(run_dir: Path, options: TimelineOptions) -> None:
             "the hosts' clocks."
         )
     typer.echo(f"{out}: {plural(len(events), 'event')}; {OPEN}")
-    for rank, (pair, of_rank) in enumerate(zip(pairs, steps, strict=True)):
-        if of_rank and len(pairs) == 1:
-            typer.echo(describe(pair, of_rank))
-        elif of_rank:
-            share = waited_for_ranks(pair, of_rank)
-            typer.echo(f"rank {rank}: {describe(pair, of_rank)}, and for other ranks during {share:.1%} of the time")
-
-
-def parse_steps(text: str) -> range:
-    match = re.fullmatch(r"(\d+):(\d+)", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise ConfigError(f"--steps {text}: give the first step and the one after the last, such as 100:110")
-    return range(int(match[1]), int(match[2]))
-
-
-def last_lives(pair: Pair) -> list[StepLife]:
-    """Returns the steps of the last attempt, which start after its checkpoint."""
-    steps = lives(pair)
-    return [life for life in steps if life.attempt == steps[-1].attempt]
-
-
-def chosen(steps: list[StepLife], asked: range) -> list[StepLife]:
-    chosen_steps = [life for life in steps if life.number in asked]
-    if not chosen_steps:
-        has = (
-            f"steps {steps[0].number} to {steps[-1].number}" if steps else "no step that both processes recorded whole"
-        )
-        raise ConfigError(f"--steps: the timeline has {has}; choose among them")
-    return chosen_steps
-
-
-def window_of(steps: list[list[StepLife]]) -> tuple[float, float]:
-    """Returns the time from the first step of any rank to the last."""
-    return min(began(own[0].step) for own in steps), max(ended(of_rank[-1].step) for of_rank in steps)
-
-
-def inside(pair: Pair, first: float, last: float) -> Iterator[TraceEvent]:
-    """The events between two moments, and every name."""
-    for recording in pair.both:
-        begun = set[int | None]()  # steps, whose ends belong to the time too
-        for event in recording.events:
-            if event.ph == "M" or (event.step in begun if event.ph == "e" else overlaps(event, first, last)):
-                yield event
-            if event.ph == "b" and overlaps(event, first, last):
-                begun.add(event.step)
-            elif event.ph == "e":
-                begun.discard(event.step)
-
-
-def overlaps(event: TraceEvent, first: float, last: float) -> bool:
-    return began(event) < last and ended(event) > first
-
-
-def describe(pair: Pair, steps: list[StepLife]) -> str:
-    shares = overlap(pair, steps)
-    return (
-        f"{plural(len(steps), 'step')}, of which {shares.num_over:,} overlapped work for later steps "
-        f"({', '.join(AHEAD)}) with their "
-        f"compute; the trainer waited for rows during {shares.exposed_share:.1%} of that work"
-    )
-
-
-def waited_for_ranks(pair: Pair, steps: list[StepLife]) -> float:
-    """The share of the time from the first of the steps to the last in which the trainer waited for other ranks."""
-    first, last = began(steps[0].step), ended(steps[-1].step)
-    waits = [wait for wait in pair.trainer.named("wait: ranks") if first <= began(wait) < last]
-    return sum(wait.dur or 0.0 for wait in waits) / max(1e-3, last - first)
 
 
 @options_of(TimelineOptions)

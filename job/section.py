@@ -23,16 +23,23 @@ from rowcast.job.types import check_value, described, example_in, is_factory, no
 from rowcast.runtime.errors import closest
 
 LAST_COMMIT = "4c36c62"  # has all of them but these
-LATER = {"advise --cold-rows-s": "beef195"}  # name -> a commit that has it
+LATER = {
+    "advise --cold-rows-s": "beef195",
+    "timeline --steps": "3f10acb",
+    "simulate --plot": "3f10acb",
+}  # name -> a commit that has it
 NO_VERIFY = "checksums cover rows on disk and on Redis, and `make exact` tests a machine"
 NO_TRACES = "the data is read again, which gives the same batches"
+PERFETTO = "open timeline.json at https://ui.perfetto.dev, where any steps can be selected"
 NO_HOT_ROWS = "look-ahead keeps the rows that are needed next, whichever are hot (docs/orders.md)"
 REMOVED = {  # name -> what replaces it
     "simulate --rates": "`simulate --ranks` counts rows and bytes, and `rowcast estimate` models a step's time",
     "run --verify": NO_VERIFY,
     "run --verify-share": NO_VERIFY,
     "train --verify": NO_VERIFY,
-    "timeline --plot": "open timeline.json at https://ui.perfetto.dev",
+    "timeline --plot": PERFETTO,
+    "timeline --steps": PERFETTO,
+    "simulate --plot": "`rowcast simulate --json` has the numbers",
     "profile": f"{NO_HOT_ROWS}; `simulate` tells the hit ratios, and `advise` the curve",
     "data.order": NO_HOT_ROWS,
     "data.hot": NO_HOT_ROWS,

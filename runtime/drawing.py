@@ -1,7 +1,4 @@
-"""Draws pictures and the charts of the run report. Only this file imports matplotlib, and only when something is drawn.
-
-A caller makes a figure, marks its axes, and has it written to a file or given as SVG for a page.
-"""
+"""Draws the charts of the run report as SVG. Only this file imports matplotlib, and only when something is drawn."""
 
 import logging
 import os
@@ -12,26 +9,12 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from rowcast.runtime.errors import ConfigError
-
-SUFFIXES = (".png", ".svg")
 HAIR = "#e4e4e4"
-# distinguishable with red-green colour blindness (Okabe and Ito)
-BLUE, ORANGE, GREEN, PINK, SKY, RED = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
-PERCENT = "{x:.0%}"
 NOT_NEEDED = re.compile(
     r'<\?xml.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(?::xlink)?="[^"]*"'
     r"| font-family: [^;]*;",
     re.DOTALL,
 )
-
-
-def check_plot(path: Path) -> None:
-    """Raises ConfigError, before any work, if no picture can be drawn to `path`."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"--plot {path}: name a file that ends in {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: the folder {path.absolute().parent} does not exist; make it")
 
 
 def find_cache(folder: Path) -> None:
@@ -54,16 +37,6 @@ def dress(axes: Any, grid: str = "both", hidden: Sequence[str] = ("top", "right"
     axes.grid(axis=grid, color=hair, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[list(hidden)].set_visible(False)
-
-
-def save_plot(figure: Any, path: Path, dpi: int) -> None:
-    """Raises ConfigError if the picture cannot be written."""
-    try:
-        figure.savefig(path, dpi=dpi)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {path}: cannot be written ({error.strerror}); choose another file or free space"
-        ) from None
 
 
 def svg_text(figure: Any, name: str) -> str:

@@ -1,20 +1,15 @@
-"""`rowcast simulate`, for one trainer or, with --ranks, for several that share each batch.
-
-It prints tables or JSON, and draws miss-ratio curves: the share of the steps' distinct rows that must be fetched, over
-the capacity, with a line per policy.
-"""
+"""`rowcast simulate`, for one trainer or, with --ranks, for several that share each batch: tables or JSON."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
-from pathlib import Path
-from typing import Annotated, Any
+from itertools import product
+from typing import Annotated
 
 from typer import Option
 
 from rowcast.analysis.show import Part, ProgressBar, show, table_of
 from rowcast.analysis.simulate.ranks import MB, RanksSimulation, Spread, simulate_ranks
-from rowcast.analysis.simulate.simulate import BOUND, Grid, Simulation, batches_of, check_order
+from rowcast.analysis.simulate.simulate import Grid, Simulation, batches_of, check_order
 from rowcast.analysis.simulate.simulate import simulate as simulated
 from rowcast.job.file import load_job, with_values
 from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job, check_shared
@@ -22,21 +17,8 @@ from rowcast.prefetcher.planner.first_batches import Bytes, TableBytes
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.batch import ScheduledBatch
 from rowcast.runtime.command_options import AsJson, Config, MaxSteps, Overrides, options_of
-from rowcast.runtime.drawing import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    PERCENT,
-    PINK,
-    RED,
-    SKY,
-    check_plot,
-    dress,
-    new_figure,
-    save_plot,
-)
 from rowcast.runtime.errors import ConfigError, listed
-from rowcast.runtime.telemetry.format_numbers import human_count, percent
+from rowcast.runtime.telemetry.format_numbers import percent
 
 RANKS_POLICIES = ("lookahead", "lru", "lfu")  # "static" would count the first batches of each rank
 MIB = 2**20
@@ -70,7 +52,6 @@ class SimulateOptions:
     ] = ()
     json: AsJson = False
     per_step: Annotated[bool, Option("--per-step", help="With --json: what moved at each step too.")] = False
-    plot: Annotated[Path | None, Option(help="Draw miss-ratio curves.", metavar="PNG|SVG")] = None
 
     @property
     def all_capacities(self) -> list[str | int]:
@@ -101,8 +82,6 @@ def run_simulate(job: Job, options: SimulateOptions) -> None:
         return
     if options.samples_per_rank:
         raise ConfigError("--samples-per-rank needs --ranks; give the numbers of ranks to simulate")
-    if options.plot is not None:
-        check_plot(options.plot)
     grid = Grid(
         policies=options.policies,
         capacities=options.all_capacities,
@@ -113,8 +92,6 @@ def run_simulate(job: Job, options: SimulateOptions) -> None:
     )
     with ProgressBar() as progress:
         results = simulated(job, grid, open_batches, progress=progress, per_step=options.per_step)
-    if options.plot is not None:
-        plot_results(results, options.plot)
     show({"results": results}, parts(results), as_json=options.json)
     require_one([result.skipped for result in results])
 
@@ -136,9 +113,8 @@ def require_one(skipped: Iterable[str | None]) -> None:
 
 def ranks_jobs(job: Job, options: SimulateOptions) -> list[Job]:
     """A job for each setting; those with the same batches are neighbours. Raises ConfigError."""
-    for name, value in {"--store-memory": options.memories, "--plot": options.plot}.items():
-        if value:
-            raise ConfigError(f"{name}: `simulate --ranks` has none yet; omit it, or omit --ranks")
+    if options.memories:
+        raise ConfigError("--store-memory: `simulate --ranks` has none yet; omit it, or omit --ranks")
     policies = options.policies or [job.cache.policy]
     for policy in policies:
         if policy not in RANKS_POLICIES:
@@ -311,93 +287,3 @@ RANKS: dict[str, Callable[[RanksSimulation], str]] = {
     "by\ncolumns": megabytes("columns"),
     "by\nauto": megabytes("auto"),
 }
-
-
-LOOKS = {
-    "lookahead": (BLUE, "o"),
-    "lru": (RED, "s"),
-    "lfu": (PINK, "D"),
-    "static": (ORANGE, "v"),
-    "window": (SKY, "^"),
-    "ttl": (GREEN, "P"),
-}
-BOUND_STYLE = {
-    "color": "#d0d0d0",
-    "linewidth": 7.0,
-    "solid_capstyle": "round",
-    "marker": "o",
-    "markersize": 7,
-    "zorder": 2,
-}
-OTHER_LOOK = ("#000000", "x")
-STYLES = ("-", "--", ":", "-.")
-LABELS = {"lookahead": "look-ahead", "lru": "LRU", "lfu": "LFU", "ttl": "time to live"}
-SIDE_INCHES = (5.2, 4.0)  # width and height of a panel
-LEGEND_INCHES = 2.2
-FAR_APART = 4  # times the smallest capacity
-MOST_TICKS = 8
-
-
-def plot_results(results: Sequence[Simulation], path: Path) -> None:
-    """Draws to `path`, one panel per batch size and order. Raises ConfigError if it cannot be written."""
-    shown = [result for result in results if result.rows_fetched is not None and result.unique_rows]
-    panels: dict[str, list[Simulation]] = {}
-    for result in shown:
-        panels.setdefault(f"batches of {batches_of(result)}", []).append(result)
-    if not shown:
-        return  # the command explains
-    figure = new_figure((SIDE_INCHES[0] * len(panels) + LEGEND_INCHES, SIDE_INCHES[1]))
-    [axes] = figure.subplots(1, len(panels), sharey=True, squeeze=False)
-    for panel, (title, of_panel) in zip(axes, panels.items(), strict=True):
-        draw_panel(panel, of_panel)
-        panel.set_title(title, fontsize=10)
-    axes[0].set_ylabel("distinct rows of a step that are fetched")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=9)
-    save_plot(figure, path, dpi=160)
-
-
-def draw_panel(axes: Any, results: Sequence[Simulation]) -> None:
-    for label, style, points in curves(results):
-        axes.plot(*zip(*points, strict=True), label=label, **style)
-    mark_sizes(axes, sorted({result.capacity_rows or 0 for result in results}))
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(PERCENT)
-    dress(axes)
-
-
-def mark_sizes(axes: Any, sizes: list[int]) -> None:
-    axes.set_xlabel("capacity in rows")
-    far = sizes[-1] > FAR_APART * max(1, sizes[0])
-    if far:
-        axes.set_xscale("log")
-    axes.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda value, _: human_count(value))
-    apart = all(later > 1.2 * earlier for earlier, later in pairwise(sizes))
-    if len(sizes) <= MOST_TICKS and (apart or len(sizes) == 1):
-        axes.set_xticks(sizes)
-
-
-def curves(results: Sequence[Simulation]) -> Iterator[tuple[str, dict[str, Any], list[tuple[int, float]]]]:
-    horizons = list(dict.fromkeys(result.horizon for result in results if result.horizon is not None))
-    lines: dict[tuple[str, Any], list[tuple[int, float]]] = {}
-    for result in results:
-        if result.policy != BOUND:
-            lines.setdefault((result.policy, result.horizon), []).append(
-                (result.capacity_rows or 0, ratio(result.rows_fetched, result))
-            )
-    for (policy, horizon), points in lines.items():
-        style = STYLES[horizons.index(horizon) % len(STYLES)] if horizon is not None else "-"
-        label = LABELS.get(policy, policy) + (f", horizon {horizon}" if horizon is not None else "")
-        yield label, line_style(policy, style), sorted(points)
-    bound = sorted({(result.capacity_rows or 0, ratio(result.bound_rows_fetched, result)) for result in results})
-    yield "whole future known", BOUND_STYLE, bound
-
-
-def line_style(policy: str, style: str) -> dict[str, Any]:
-    front = 4 if policy == "lookahead" else 3  # otherwise it often hides behind others
-    colour, marker = LOOKS.get(policy, OTHER_LOOK)
-    return {"color": colour, "marker": marker, "markersize": 5, "linestyle": style, "linewidth": 1.6, "zorder": front}
-
-
-def ratio(rows: int | None, result: Simulation) -> float:
-    return (rows or 0) / (result.unique_rows or 1)

@@ -1,16 +1,13 @@
-"""`rowcast simulate` as a command: what it prints where, what it refuses, what it draws."""
+"""`rowcast simulate` as a command: what it prints where, what it refuses."""
 
 import os
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import msgspec
 import pytest
 
-import rowcast.analysis.simulate.command
-from rowcast.analysis.simulate.command import SimulateOptions, curves, run_simulate
-from rowcast.analysis.simulate.simulate import Simulation
+from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 from rowcast.job.file import parse_job
 from rowcast.job.schema import Job
 from rowcast.runtime.errors import ConfigError
@@ -27,33 +24,6 @@ def tiny_job(**sections: Any) -> Job:
 def options(**values: Any) -> SimulateOptions:
     usual: dict[str, Any] = {"max_steps": 20, "policies": ("lookahead", "lru", "ttl", "window")}
     return SimulateOptions(**usual | values)
-
-
-def results(**values: Any) -> list[Simulation]:
-    """Numbers of any kind: two policies at three capacities."""
-    facts: dict[str, Any] = {
-        "horizon": None,
-        "batch_size": 64,
-        "shuffle": "none",
-        "steps": 10,
-        "eval_steps": 0,
-        "unique_rows": 1000,
-    }
-    return [
-        Simulation(
-            **{
-                **facts,
-                "policy": policy,
-                "capacity": rows,
-                "capacity_rows": rows,
-                "rows_fetched": 90_000 // rows + worse,
-            }
-            | {"bound_rows_fetched": 80_000 // rows}
-            | values
-        )
-        for policy, worse in (("lookahead", 0), ("lru", 50))
-        for rows in (400, 100, 3000)
-    ]
 
 
 def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -102,8 +72,6 @@ def test_the_table_has_a_row_a_setting_and_says_what_did_not_fit(capfd: pytest.C
         ({"capacity_rows": (3,)}, facts("nothing could be simulated", 'cache.capacity = "3 rows"')),
         ({"horizons": ("far",)}, "--horizon far: give a number of batches, or auto"),
         ({"horizons": ("-1",)}, "--horizon -1"),
-        ({"plot": Path("curves.jpg")}, r"--plot curves.jpg: name a file that ends in .png or .svg"),
-        ({"plot": Path("/nowhere/curves.png")}, "the folder /nowhere does not exist"),
     ],
 )
 def test_what_cannot_be_done_is_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -140,41 +108,6 @@ from rowcast.analysis.simulate.command import SimulateOptions, run_simulate
 job = parse_job(msgspec.json.decode(open("{job}").read()))
 sys.exit(run_command("prefetcher", lambda: run_simulate(job, SimulateOptions(capacity_rows=(3,), json=True))))
 """
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_curves_are_drawn(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"curves{suffix}"
-    rowcast.analysis.simulate.command.plot_results(
-        [
-            *results(),
-            *results(batch_size=128),
-            *results(shuffle="full"),
-            *results(policy="ttl", rows_fetched=None),
-        ],
-        path,
-    )
-    if suffix == ".svg":
-        assert ElementTree.parse(path).getroot().tag.endswith("svg")
-        assert all(f"<!-- batches of {title} -->" in path.read_text() for title in ("64", "128", "64, shuffle full"))
-    else:
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_line_is_a_policy_over_ascending_capacities_and_the_bound_lies_below() -> None:
-    lines = {label: points for label, _, points in curves(results())}
-    assert lines == {
-        "look-ahead": [(100, 0.9), (400, 0.225), (3000, 0.03)],
-        "LRU": [(100, 0.95), (400, 0.275), (3000, 0.08)],
-        "whole future known": [(100, 0.8), (400, 0.2), (3000, 0.026)],
-    }
-
-
-def test_horizons_are_lines_of_their_own() -> None:
-    labels = [
-        label for label, _, _ in curves([*results(policy="ttl", horizon=4), *results(policy="ttl", horizon="auto")])
-    ]
-    assert labels == ["time to live, horizon 4", "time to live, horizon auto", "whole future known"]
 
 
 def test_matplotlib_is_not_imported_where_nothing_is_drawn(tmp_path: Path) -> None:

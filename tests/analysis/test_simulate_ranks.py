@@ -266,8 +266,8 @@ def test_what_cannot_be_simulated_is_a_sentence() -> None:
     job = small_job("adagrad")
     with pytest.raises(ConfigError, match=facts("--ranks", "lookahead, lru, lfu", "belady", "--policy")):
         ranks_jobs(job, SimulateOptions(ranks=[2], policies=["belady"]))
-    with pytest.raises(ConfigError, match="--plot: `simulate --ranks` has none"):
-        run_simulate(job, SimulateOptions(ranks=[2], plot=Path("a.png")))
+    with pytest.raises(ConfigError, match="--store-memory: `simulate --ranks` has none"):
+        run_simulate(job, SimulateOptions(ranks=[2], memories=["1MiB"]))
     with pytest.raises(ConfigError, match="--samples-per-rank needs --ranks"):
         run_simulate(job, SimulateOptions(samples_per_rank=[8]))
 

@@ -8,8 +8,6 @@ from rowcast.analysis.timeline import (
     TimelineOptions,
     began,
     lives,
-    overlap,
-    parse_steps,
     read_pair,
     read_pairs,
     run_timeline,
@@ -47,8 +45,8 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def events_of(run_dir: Path, **options: str) -> list[Event]:
-    run_timeline(run_dir, TimelineOptions(out=run_dir / "t.json", **options))
+def events_of(run_dir: Path) -> list[Event]:
+    run_timeline(run_dir, TimelineOptions(out=run_dir / "t.json"))
     return check_events(run_dir / "t.json")
 
 
@@ -65,47 +63,10 @@ def test_the_page_has_every_event_of_both_processes(run_dir: Path) -> None:
     assert (begun, ended) == ([5000, 15_000, 25_000, 35_000], [12_000, 22_000, 32_000, 42_000])
 
 
-def test_steps_choose_the_time_in_which_they_were_computed(run_dir: Path) -> None:
-    events = events_of(run_dir, steps="1:2")
-    (lookup,) = named(events, "lookup")
-    assert (lookup["args"]["step"], lookup["ts"]) == (1, 15_000), "times are those of the whole timeline"
-    assert {event["args"]["step"] for event in named(events, "plan")} == {2}, (
-        "step 2 is planned under the compute of step 1"
-    )
-
-
-@pytest.mark.parametrize("text", ["5", "5:5", "7:3", "a:b", "-1:3", ""])
-def test_steps_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"--steps .*: give the first step"):
-        parse_steps(text)
-
-
-def test_work_for_later_steps_under_the_compute_of_earlier_ones_is_measured(run_dir: Path) -> None:
-    pair = read_pair(run_dir)
-    steps = lives(pair)
+def test_a_step_is_followed_through_both_processes(run_dir: Path) -> None:
+    steps = lives(read_pair(run_dir))
     assert [life.number for life in steps] == [0, 1, 2, 3]
     assert [life.announced for life in steps] == [10_000 * step + 3500 for step in range(4)]
-    found = overlap(pair, steps)
-    assert (found.num_over, found.exposed_share) == (3, 0)
-
-
-def test_what_passes_while_the_trainer_waits_for_rows_is_exposed_and_a_steps_own_plan_is_no_overlap(
-    tmp_path: Path,
-) -> None:
-    first = [span("work", "fetcher", name, 0, 1, 0) for name in ("plan", "fetch", "send")]
-    ahead = [span("work", "fetcher", name, at, at + 4, 1) for name, at in (("plan", 7.5), ("fetch", 10), ("send", 20))]
-    leave(tmp_path, "prefetcher", [*first, *ahead])
-    waits = [
-        span("wait", MAIN, "barrier", 7, 8),
-        span("wait", MAIN, "rows", 11, 12),
-        span("wait", MAIN, "rows", 13, 21),
-    ]
-    steps = [span("step", MAIN, "train step", 0, 7, 0), span("step", MAIN, "train step", 20, 29, 1)]
-    leave(tmp_path, "trainer", [*waits, *steps])
-    pair = read_pair(tmp_path)
-    found = overlap(pair, lives(pair))
-    assert found.num_over == 0
-    assert found.exposed_share == pytest.approx((0.5 + 1 + 1 + 1) / (3 + 12))
 
 
 def test_after_processes_met_again_steps_are_those_of_each_attempt(tmp_path: Path) -> None:
@@ -158,9 +119,7 @@ def test_a_file_that_is_no_recording_is_refused(run_dir: Path, content: bytes) -
         read_pair(run_dir)
 
 
-def test_steps_that_the_run_has_not_and_a_page_that_cannot_be_written_are_refused(run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="has steps 0 to 3"):
-        events_of(run_dir, steps="10:20")
+def test_a_page_that_cannot_be_written_is_refused(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--out .*No such file"):
         run_timeline(run_dir, TimelineOptions(out=run_dir / "no" / "t.json"))
 
@@ -169,27 +128,21 @@ def test_steps_that_the_run_has_not_and_a_page_that_cannot_be_written_are_refuse
 
 
 def leave_ranks(run_dir: Path, *later_ms: float, boots: str = "aaaa", clock_ms: float = 0.0) -> None:
-    """A pair for each number: the recordings above, later by that many milliseconds, with waits for the others."""
+    """A pair for each number: the recordings above, later by that many milliseconds."""
     for rank, (moved_ms, boot) in enumerate(zip(later_ms, boots, strict=False)):
         folder = pair_folder(run_dir, rank, len(boots))
         folder.mkdir()
-        waits = [span("wait", MAIN, "ranks", 10 * step + 6, 10 * step + 7 - rank / 2, step) for step in range(4)]
         at_ms = clock_ms if rank == 1 else 0.0
         leave(folder, "prefetcher", later(PREFETCHER, moved_ms), boot_id=boot, rank=rank, clock_ms=at_ms)
-        leave(folder, "trainer", later([*TRAINER, *waits], moved_ms), boot_id=boot, rank=rank, clock_ms=at_ms)
+        leave(folder, "trainer", later(TRAINER, moved_ms), boot_id=boot, rank=rank, clock_ms=at_ms)
 
 
-def test_all_pairs_are_on_one_page_with_their_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_pairs_are_on_one_page_with_their_ranks(tmp_path: Path) -> None:
     leave_ranks(tmp_path, 0, 1)
     events = events_of(tmp_path)
     names = [event["args"]["name"] for event in named(events, "process_name")]
     assert names == [f"{process} {rank} (process 42)" for rank in range(2) for process in BOTH]
     assert {(2, 5000), (4, 6000)} <= {(event["pid"], event["ts"]) for event in named(events, "lookup")}
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said[1:]] == ["rank 0", "rank 1"]
-    assert "and for other ranks during 10.8% of the time" in said[1], "4 of 37 ms"
-    assert "and for other ranks during 5.4% of the time" in said[2]
-    assert {event["ts"] for event in named(events_of(tmp_path, steps="1:2"), "lookup")} == {15_000, 16_000}
 
 
 def test_pairs_of_two_hosts_are_put_together_by_the_wall_clock(
