@@ -22,7 +22,6 @@ Batches between two drawn ones are not decoded if the format can seek to a row c
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import count, islice, pairwise
 
 import numpy as np
@@ -38,9 +37,8 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.reader import Reader, can_share, open_reader
 from rowcast.protocol.batch import Batch, Kind, Lookups, ScheduledBatch
 from rowcast.protocol.parts import Rank, Shards, parts_of
-from rowcast.runtime.arrays import I32, I64
+from rowcast.runtime.arrays import I64
 
-NEVER = 2**31 - 1  # the next use of a row that is not used again
 EMPTY = Batch(dense=np.zeros((0, 0), np.float32), labels=np.zeros(0, np.float32), ids=np.zeros(0, np.int64))
 
 
@@ -72,15 +70,6 @@ class ScannedStep:
         return self.scheduled.kind == "train"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NumberedUses:
-    """One group's rows of a scan, numbered by ascending key, so that arrays can hold what is known about each."""
-
-    num_rows: int
-    rows: list[I32]  # per step: the numbers of its distinct rows, ascending
-    next_uses: list[I32]  # per step: the position of the next step that uses each of them, or NEVER
-
-
 class Scan:
     """The steps of a run, in order without gaps. Positions count from 0 in the scan."""
 
@@ -108,10 +97,6 @@ class Scan:
         """Of each step."""
         return [step.rows[group].keys for step in self.steps]
 
-    @cached_property
-    def numbered(self) -> tuple[NumberedUses, ...]:
-        return tuple(numbered_rows(self.keys(index)) for index in range(len(self.groups)))
-
 
 def scan(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick: Tick) -> Scan:
     groupers = groupers_of(groups)
@@ -126,19 +111,6 @@ def scan(groups: tuple[GroupSpec, ...], batches: Iterable[ScheduledBatch], tick:
 
 def without_arrays(scheduled: ScheduledBatch) -> ScheduledBatch:
     return scheduled.holding(EMPTY)
-
-
-def numbered_rows(keys: list[I64]) -> NumberedUses:
-    """Numbers the rows. `keys` of each step: distinct, ascending."""
-    distinct, numbers = np.unique(np.concatenate([np.zeros(0, np.int64), *keys]), return_inverse=True)
-    ends = np.cumsum([len(some) for some in keys])
-    rows: list[I32] = np.split(numbers.astype(np.int32), ends[:-1]) if keys else []
-    upcoming: I32 = np.full(len(distinct), NEVER, np.int32)
-    next_uses: list[I32] = []
-    for position in range(len(rows) - 1, -1, -1):
-        next_uses.append(upcoming[rows[position]])
-        upcoming[rows[position]] = position
-    return NumberedUses(num_rows=len(distinct), rows=rows, next_uses=next_uses[::-1])
 
 
 NO_KEYS = np.zeros(0, np.int64)

@@ -1,8 +1,8 @@
 """How many rows does each policy fetch on real logs, against Belady's rule with the whole future?
 
 Method: `rowcast simulate` over each log, batch 2,048, one epoch, at capacities that are a percentage of the distinct
-rows that the log touches. The horizon of look-ahead is "auto" within its default budget, that of `window` and `ttl` 8
-and 32 batches. Nothing is timed, so the figures do not depend on the machine.
+rows that the log touches. The horizon of look-ahead is "auto" within its default budget, 8 and 32 batches.
+Nothing is timed, so the figures do not depend on the machine.
 
     python -m benchmarks.traffic --percent 5,10,20 FOLDER...       folders with day_<n>_{dense,sparse,labels}.npy
 """

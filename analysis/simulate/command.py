@@ -28,7 +28,7 @@ MIB = 2**20
 class SimulateOptions:
     max_steps: MaxSteps = None
     policies: Annotated[
-        Sequence[str], Option("--policy", help=f"{', '.join(EVICTION_POLICIES)}, window, ttl or belady. Repeatable.")
+        Sequence[str], Option("--policy", help=f"{', '.join(EVICTION_POLICIES)} or belady. Repeatable.")
     ] = ()
     capacity_rows: Annotated[Sequence[int], Option(min=1, help="Slots. Repeatable.")] = ()
     capacities: Annotated[

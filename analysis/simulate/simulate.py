@@ -24,7 +24,7 @@ import numpy as np
 
 from rowcast.analysis.scan import Scan, scan
 from rowcast.analysis.show import AnalysisProgress
-from rowcast.analysis.simulate.moves import Moves, TierMoves, bound_planner, planned_moves, ttl_moves, window_moves
+from rowcast.analysis.simulate.moves import Moves, TierMoves, bound_planner, planned_moves
 from rowcast.job.file import parse_job, with_values
 from rowcast.job.formats import FORMATS, Data
 from rowcast.job.schema import EVICTION_POLICIES, Horizon, Job
@@ -38,12 +38,10 @@ from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError
 
 BOUND = "belady"
-SIMULATED = ("window", "ttl", BOUND)  # exist only in the simulator
-POLICIES = (*EVICTION_POLICIES, *SIMULATED)
-AUTO_BATCHES = 64
+POLICIES = (*EVICTION_POLICIES, BOUND)
 WITH_TIER = ("lookahead", BOUND)  # the others are simulated only for the device
 # the others know no future, or all of it
-LOOKING_AHEAD = (*(name for name, policy in EVICTION_POLICIES.items() if policy.looks_ahead), "window", "ttl")
+LOOKING_AHEAD = tuple(name for name, policy in EVICTION_POLICIES.items() if policy.looks_ahead)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,11 +72,6 @@ class Setting:
     policy: str
     horizon: Horizon | None
     job: Job
-
-    @property
-    def horizon_batches(self) -> int:
-        """The horizon of policies that exist only in the simulator; they do not have "auto"."""
-        return AUTO_BATCHES if self.horizon == "auto" else self.horizon or 0
 
 
 def batches_jobs(job: Job, grid: Grid) -> list[Job]:
@@ -358,13 +351,8 @@ def moved(
 ) -> Moves:
     """`slots`: of each level, from the device down. Raises ConfigError if a step does not fit."""
     tick = progress.begin(description(setting), len(scanned))
-    match setting.policy:
-        case "window":
-            return window_moves(scanned, slots[0], setting.horizon_batches, setting.job.job.seed, tick)
-        case "ttl":
-            return ttl_moves(scanned, slots[0], setting.horizon_batches, tick)
-        case "belady":
-            return planned_moves(scanned, bound_planner(scanned, slots), tick)
+    if setting.policy == BOUND:
+        return planned_moves(scanned, bound_planner(scanned, slots), tick)
     return planned_moves(scanned, job_planner(setting.job, scanned.groups, slots, measured), tick)
 
 

@@ -22,7 +22,7 @@ def tiny_job(**sections: Any) -> Job:
 
 
 def options(**values: Any) -> SimulateOptions:
-    usual: dict[str, Any] = {"max_steps": 20, "policies": ("lookahead", "lru", "ttl", "window")}
+    usual: dict[str, Any] = {"max_steps": 20, "policies": ("lookahead", "lru", "lfu", "static")}
     return SimulateOptions(**usual | values)
 
 
@@ -33,8 +33,8 @@ def test_json_is_all_that_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     assert [(result["policy"], result["capacity"]) for result in found][:5] == [
         ("lookahead", "20KiB"),
         ("lru", "20KiB"),
-        ("ttl", "20KiB"),
-        ("window", "20KiB"),
+        ("lfu", "20KiB"),
+        ("static", "20KiB"),
         ("lookahead", "300 rows"),
     ]
     assert len(found) == 12
@@ -56,11 +56,11 @@ def test_the_table_has_a_row_a_setting_and_says_what_did_not_fit(capfd: pytest.C
     out, err = capfd.readouterr()
     lines = out.splitlines()
     assert [line.split()[:2] for line in lines if line.startswith("     300")] == [
-        ["300", policy] for policy in ("lookahead", "lru", "ttl", "window")
+        ["300", policy] for policy in ("lookahead", "lru", "lfu", "static")
     ]
     assert any("20 train and 3 evaluation steps" in line for line in lines)
     assert lines[-1].startswith(
-        "Not simulated: lookahead, lru, ttl, window at 3 rows with batches of 64: cache.capacity"
+        "Not simulated: lookahead, lru, lfu, static at 3 rows with batches of 64: cache.capacity"
     )
     assert max(map(len, lines[:8])) <= 80
     assert err == ""
