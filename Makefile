@@ -29,8 +29,8 @@ quick: $(VENV)/installed  ## an answer within 3 minutes on 2 cores: planner, pro
 test: $(VENV)/installed  ## all tests but most of those that start processes or several trainers, or need a server, a browser or a compiler
 	$(PYTEST) -m "not rest"
 
-test-rest: $(VENV)/installed  ## what `make test` leaves out
-	$(PYTEST) -m rest
+test-rest: $(VENV)/installed  ## what `make test` leaves out, but the longest: tests/long.txt names them for `make soak`
+	$(PYTEST) -m "rest and not long"
 
 test-all: $(VENV)/installed  ## the whole test suite, and the examples with packages that rowcast does not need
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt polars datasets lightning transformers accelerate pykeen torch-rechub

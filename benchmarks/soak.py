@@ -2,9 +2,9 @@
 
     python -m benchmarks.soak [pytest options]
 
-Each test that calls `tests.support.repeats.count` repeats as often as its second number says. Two suites run at a time,
-one per core. Prints one line per suite: its counts as in pytest's summary, and its seconds. Exits with 1 if anything
-failed.
+tests/long.txt names tests that no other target of make runs. Each test that calls `tests.support.repeats.count`
+repeats as often as its second number says. Two suites run at a time, one per core. Prints one line per suite: its
+counts as in pytest's summary, and its seconds. Exits with 1 if anything failed.
 """
 
 import os
@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 SUITES = (  # the longest first
     "tests/recovery",
+    "tests -m long",
     "tests/simulation",
     "tests/hostile",
     "tests/system/test_exact.py",
@@ -51,7 +52,7 @@ def main() -> int:
 def run(suite: str, options: list[str]) -> tuple[str, float, str, int]:
     """Returns the suite, its seconds, its counts, and 0 or 1."""
     began_s = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", suite, "-v", f"--timeout={TEST_LIMIT_S}", "--no-header", *options]
+    command = [sys.executable, "-m", "pytest", *suite.split(), "-v", f"--timeout={TEST_LIMIT_S}", "--no-header", *options]
     lines = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "ROWCAST_SOAK": "1"}

@@ -16,18 +16,27 @@ from tests.support.processes import Session
 from tests.support.starter import Starter
 from tests.support.uses import uses
 
-SMOKE = (Path(__file__).parent / "smoke.txt").read_text(encoding="utf-8").splitlines()
 settings.register_profile("rowcast", deadline=None)  # tests assert no timings
 settings.load_profile("rowcast")
-CHOSEN = {line for line in SMOKE if line.startswith("tests/")}
+
+
+def named(file: str) -> set[str]:
+    """The tests that this list beside us names."""
+    lines = (Path(__file__).parent / file).read_text(encoding="utf-8").splitlines()
+    return {line for line in lines if line.startswith("tests/")}
+
+
+CHOSEN, LONG = named("smoke.txt"), named("long.txt")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks what uses processes and servers, and with `rest` what `make test` leaves out."""
+    """Marks what uses processes and servers, with `rest` what `make test` leaves out, and with `long` the soak's."""
     for item in items:
-        used = uses(item)
-        if used and not CHOSEN & {item.nodeid, item.nodeid.partition("[")[0]}:
+        used, names = uses(item), {item.nodeid, item.nodeid.partition("[")[0]}
+        if names & LONG:
+            used |= {"rest", "long"}
+        elif used and not names & CHOSEN:
             used.add("rest")
         for marker in used:
             item.add_marker(marker)

@@ -1,4 +1,4 @@
-"""What `make test` leaves out: tests that start processes are found, and those that tests/smoke.txt keeps exist."""
+"""What `make test` leaves out: tests that start processes are found, and those that the lists name exist."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from tests.support.starter import Starter
 from tests.support.uses import STARTERS, reached
 
 ROOT = Path(__file__).parent.parent
-SMOKE = (ROOT / "tests" / "smoke.txt").read_text(encoding="utf-8").splitlines()
+NAMED = [line for file in ("smoke.txt", "long.txt") for line in (ROOT / "tests" / file).read_text("utf-8").splitlines()]
 
 
 def in_a_function_of_its_own() -> None:
@@ -31,7 +31,7 @@ def test_what_starts_processes_is_found_wherever_it_is_called(calls: Callable[..
     assert bool(STARTERS & reached([calls])) == starts
 
 
-@pytest.mark.parametrize("line", [line for line in SMOKE if line and not line.startswith("#")])
-def test_the_tests_that_are_kept_exist(line: str) -> None:
+@pytest.mark.parametrize("line", [line for line in NAMED if line and not line.startswith("#")])
+def test_the_tests_that_are_named_exist(line: str) -> None:
     file, name = re.fullmatch(r"(tests/\S+\.py)::(\w+)(?:\[.*\])?", line).groups()  # type: ignore[union-attr]
     assert re.search(rf"^def {name}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
