@@ -1,4 +1,4 @@
-"""Does one seed give one model, whatever the number of trainers? Trains each job file several times on 1, 2 and 4 of them.
+"""Does one seed give one model, whatever the number of trainers? Trains each job file three times on 1, 2 and 4.
 
 Method: each run is new and has the same `ranks.parts`; its export (rows, row states, dense weights) is hashed, tensor
 by tensor in the order of their names. Prints one sha256 a run; exits with 1 if a job has more than one.

@@ -52,7 +52,8 @@ def main() -> int:
 def run(suite: str, options: list[str]) -> tuple[str, float, str, int]:
     """Returns the suite, its seconds, its counts, and 0 or 1."""
     began_s = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", *suite.split(), "-v", f"--timeout={TEST_LIMIT_S}", "--no-header", *options]
+    limit = f"--timeout={TEST_LIMIT_S}"
+    command = [sys.executable, "-m", "pytest", *suite.split(), "-v", limit, "--no-header", *options]
     lines = []
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "ROWCAST_SOAK": "1"}
