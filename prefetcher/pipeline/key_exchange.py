@@ -151,7 +151,7 @@ class KeyExchange:
         self.fault: RowcastError | None = None  # the first that any rank has found
         self.fault_step = NOT_KNOWN  # it ends the run before this step
         self.awaited: tuple[int, ...] = ()  # the ranks that planning waits for
-        self.checkpoint_step = NOT_KNOWN  # a named checkpoint comes no earlier; see RowPlanner.reaches
+        self.checkpoint_steps = deque[int]()  # named checkpoints that are not made; see RowPlanner.reaches
         self._planner, self._arranger = planner, planner.arranger
         self._number, count = planner.rank.number, planner.rank.count
         self._others = [OtherRank(number, first_step, first_step) for number in range(count) if number != self._number]
@@ -166,6 +166,11 @@ class KeyExchange:
         self._unsent_bytes = 0  # of lists, to all others
         self._told_horizon = planner.horizon
         self._end: End | None = None
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The next named checkpoint comes no earlier."""
+        return self.checkpoint_steps[0] if self.checkpoint_steps else NOT_KNOWN
 
     @property
     def _num_unsent(self) -> int:
@@ -212,9 +217,13 @@ class KeyExchange:
 
     def end_at(self, step: int, fault: RowcastError) -> None:
         """This rank has found a fault in the batch of `step`."""
-        code, sentence = told(fault)
         self._note(step, fault)
-        self._end_at(End(step, code, cleaned(sentence)[:TEXT_LIMIT]))
+        self._end_at(self._fault_end())
+
+    def _fault_end(self) -> End:
+        assert self.fault is not None, "a fault has a step"
+        code, sentence = told(self.fault)
+        return End(self.fault_step, code, cleaned(sentence)[:TEXT_LIMIT])
 
     def read_samples(self, checksum: int) -> None:
         """The own samples of one more step have been read. `checksum`: as in `StepKeys`, of these."""
@@ -225,7 +234,7 @@ class KeyExchange:
     def all_have_samples(self, step: int, count: int) -> bool:
         """Returns whether every rank has read its samples of `count` steps from `step` on, as this one has. Raises as
         `take`."""
-        if len(self._untold) > len(self._samples) - self._planner.bundle:  # others may need more steps of them
+        if self._untold and len(self._untold) > len(self._samples) - self._planner.bundle:  # others may need these
             self._tell_all()
         late = self._await(other for other in self._others if len(other.samples) < count)
         for other in self._others if not late else ():
@@ -253,8 +262,10 @@ class KeyExchange:
             except (ValueError, RecursionError) as error:
                 raise wrong_message(number, str(error)[:SENTENCE_LIMIT]) from None
             worked = True
-        if self.next_step >= self.fault_step:
-            self.flush()  # no step will follow that fills the message
+        if self.next_step >= self.fault_step:  # no step will follow that fills the message
+            self.flush()
+            if self._end is None:
+                self._end_at(self._fault_end())
         if self._told_horizon != self._planner.horizon and not self._planner.ready():
             self._tell_all()  # others may have read as far as they know to be needed
         return worked
@@ -281,11 +292,11 @@ class KeyExchange:
 
     @property
     def ended(self) -> bool:
-        """Whether `take` has returned the last batch that all ranks have."""
-        if self._next_taken >= self.fault_step:
-            return True
+        """Whether `take` has returned the last batch that all ranks have, and all have said so: rank 0 names no
+        checkpoint after that."""
+        has_fault = self._next_taken >= self.fault_step
         ends = [self._end, *(other.end for other in self._others)]
-        return all(end is not None and end.step == self._next_taken for end in ends)
+        return all(end is not None and (has_fault or end.step == self._next_taken) for end in ends)
 
     def _check_ends(self) -> None:
         """Raises Mismatch if one rank's data ends before that of another."""
@@ -343,7 +354,7 @@ class KeyExchange:
         other.samples.extend(message.samples)
         other.next_step, other.next_samples = last, other.next_samples + len(message.samples)
         other.horizon, other.end = message.horizon, end
-        self.checkpoint_step = min(self.checkpoint_step, message.checkpoint_step or NOT_KNOWN)
+        self.checkpoint_steps.extend([message.checkpoint_step] if message.checkpoint_step else ())
         if end is not None and end.code:
             error = ERRORS_BY_EXIT_CODE.get(end.code, RowcastError)
             self._note(end.step, error(f"rank {other.number}: {end.sentence}"))
@@ -359,9 +370,10 @@ class KeyExchange:
     def name_checkpoint(self) -> None:
         """Lets all ranks make a checkpoint where the plans of all end, from the first step on that none can have
         planned without the next list. The horizons of ranks may differ, and are no shorter than `least_ahead`."""
-        if self._end is None:
-            self.checkpoint_step = self.next_step - self._planner.least_ahead
-            self._tell_all(self.checkpoint_step)
+        if self._end is None and self.fault is None:
+            step = self.next_step - self._planner.least_ahead
+            self.checkpoint_steps.append(step)
+            self._tell_all(step)
 
     def _tell_all(self, checkpoint_step: int = 0) -> None:
         """Sends what waits to be sent."""

@@ -140,7 +140,7 @@ class BarriersDue:
             self.position = self._position_after[self.next_step - 1] = self._planner.known.next.first.position
         self.last_is_sent = due.last
         if self._planner.reaches(self._keys.checkpoint_step, self.next_step):
-            self._keys.checkpoint_step = NOT_KNOWN
+            self._keys.checkpoint_steps.popleft()
         if due.last:
             self._keys.stop_waiting()
         return PlannedBarrier(

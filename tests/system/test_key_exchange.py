@@ -1,5 +1,6 @@
 """What prefetchers of several ranks tell each other: what follows from it, and what no rank says."""
 
+import math
 import random
 from dataclasses import replace
 from functools import partial
@@ -13,16 +14,18 @@ from hypothesis import strategies as st
 
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.pipeline.key_exchange import End, KeyExchange, KeyMessage, StepKeys
+from rowcast.prefetcher.pipeline.planning import CheckpointClock
 from rowcast.prefetcher.planner.planner import RowPlanner
 from rowcast.prefetcher.readers.source import RankSource
 from rowcast.protocol.batch import Samples, ScheduledBatch
 from rowcast.protocol.parts import Rank, belonging
 from rowcast.runtime.errors import DataError, Mismatch, PeerLost
-from tests.support.batches import slots_for, small_batches, small_job
-from tests.support.driver import ListSource, Settings
+from tests.support.batches import BATCH_SIZE, batches_of_sizes, slots_for, small_batches, small_job
+from tests.support.driver import ListSource, MemoryCheckpointer, Settings
 from tests.support.facts import facts
 from tests.support.key_network import InProcessLinks, KeyNetwork
 from tests.support.ranked_run import RankedRun
+from tests.support.repeats import count
 
 JOB = small_job("adagrad")
 GROUPS = group_specs(JOB)
@@ -34,8 +37,8 @@ Where = Literal["ids", "dense"]
 class OneRank:
     """The planning of one rank, without plans' other stages."""
 
-    def __init__(self, links: InProcessLinks, rank: Rank, horizon: int = 2) -> None:
-        self.planner = RowPlanner(GROUPS, [SLOTS], 2, horizon, rank=rank)
+    def __init__(self, links: InProcessLinks, rank: Rank, horizon: int = 2, bundle: int = 1) -> None:
+        self.planner = RowPlanner(GROUPS, [SLOTS], 2, horizon, bundle=bundle, rank=rank)
         self.links, self.rank = links, rank
         self.source = RankSource(ListSource(BATCHES), rank, belonging(JOB))
         self.keys = KeyExchange(self.planner, 0)
@@ -58,10 +61,10 @@ class OneRank:
         return next((taken for _ in range(1000) if (taken := self.take()) is not None), None)
 
 
-def two(parts: int = 2, horizons: tuple[int, int] = (2, 2)) -> list[OneRank]:
+def two(parts: int = 2, horizons: tuple[int, int] = (2, 2), bundle: int = 1) -> list[OneRank]:
     links = KeyNetwork(2, seed=0).links
     ranks = [Rank(number=number, count=2, parts=parts) for number in range(2)]
-    return [OneRank(*own) for own in zip(links, ranks, horizons, strict=True)]
+    return [OneRank(*own, bundle) for own in zip(links, ranks, horizons, strict=True)]
 
 
 @pytest.mark.parametrize(("count", "parts"), [(1, 1), (1, 3), (2, 2), (3, 6), (5, 5), (9, 9)])
@@ -155,6 +158,71 @@ def test_a_horizon_that_grows_is_told_to_ranks_that_have_read_enough() -> None:
     assert run.pairs[1].prefetcher.planner.horizon > run.pairs[0].prefetcher.planner.horizon
 
 
+class Arriving(ListSource):
+    """Has its next batch when the dice say so."""
+
+    def poll_ids(self) -> Any:
+        assert self._chance is not None, "a test gives dice"
+        return super().poll_ids() if self._chance.random() < 0.1 else None
+
+
+def saved_steps(run: RankedRun, rank: int) -> list[int]:
+    """Returns the next step after each barrier of a rank."""
+    checkpointer = run.pairs[rank].prefetcher.checkpointer
+    assert isinstance(checkpointer, MemoryCheckpointer)
+    return [barrier.position.step for barrier in checkpointer.begun]
+
+
+@pytest.mark.parametrize("bundle", [1, 3])
+def test_ranks_make_a_clocks_checkpoints_at_the_same_steps(bundle: int) -> None:
+    """Plans end elsewhere on each rank, and one may be far behind the other."""
+    job = small_job("adagrad", "multi", bundle=bundle, horizon=4)
+    batches = batches_of_sizes(job, "multi", [BATCH_SIZE // 3] * 20, eval_at=(7, 8, 16), seed=3)
+    for seed in range(count(2, 60)):
+        slots = slots_for(GROUPS, batches, "nine batches" if seed % 3 else "two batches")
+        run = RankedRun(job, batches, Settings(slots=slots, seed=seed), ranks=2, parts=2)
+        for number, pair in enumerate(run.pairs):
+            pair.prefetcher.planning._source._source = Arriving(batches, random.Random(2 * seed + number))
+        run.pairs[0].prefetcher.planning.due.clock = CheckpointClock(0.0)
+        assert len(run.run().losses()) == 17
+        assert saved_steps(run, 0) == saved_steps(run, 1)
+        assert len(saved_steps(run, 0)) > 2, "some before the end"
+
+
+def test_a_checkpoint_may_be_named_before_another_rank_has_made_the_last() -> None:
+    first, second = two()
+    for _ in range(4):
+        first.add()
+    first.keys.name_checkpoint()
+    first.add()
+    first.keys.name_checkpoint()
+    while len(second.keys.checkpoint_steps) < 2:
+        second.keys.advance()
+    assert second.keys.checkpoint_steps == first.keys.checkpoint_steps
+    second.keys.end_at(0, DataError("row 7 is bad"))
+    while first.keys.fault is None:
+        first.keys.advance()
+    first.keys.name_checkpoint()
+    assert len(first.keys.checkpoint_steps) == 2, "the other rank may have planned all steps before its fault"
+
+
+def test_a_clock_is_due_each_time_its_seconds_have_passed() -> None:
+    time_s = 0.0
+    clock, due_s = CheckpointClock(60.0, lambda: time_s), []
+    for time_s in (59.9, 60.0, 60.5, 119.9, 185.0, 185.1, 244.9, 245.0):
+        due_s += [time_s] if clock.is_due() else []
+    assert due_s == [60.0, 185.0, 245.0]
+
+
+def test_a_rank_that_waits_sends_nothing_twice() -> None:
+    own, _ = two(bundle=4)
+    own.add()
+    own.keys.read_samples(0)
+    for _ in range(3):
+        assert not own.keys.all_have_samples(0, 1)
+        assert len(own.links.sent) == 2, "the list and the samples"
+
+
 class FaultyForOne(ListSource):
     """Finds a fault in one step, as the rank does that has its samples."""
 
@@ -197,10 +265,12 @@ def run_to_the_fault(run: RankedRun) -> None:
 def test_a_fault_that_one_rank_finds_ends_all_at_its_step(step: int, where: Where, seed: int) -> None:
     run = RankedRun(JOB, BATCHES[:12], Settings(slots=SLOTS, seed=seed), ranks=2, parts=2)
     run.pairs[1].prefetcher.planning._source._source = FaultyForOne(step, where)
+    run.pairs[0].prefetcher.planning.due.clock = CheckpointClock(0.0 if seed else math.inf)
     run_to_the_fault(run)
     for pair in run.pairs:
         assert pair.prefetcher.planning.due.planned_through == (step - 1 if step else None)
         assert len(pair.results.losses) == step
+    assert set(saved_steps(run, 0)) == set(saved_steps(run, 1))
 
 
 def test_of_two_faults_the_first_step_counts() -> None:
