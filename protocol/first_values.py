@@ -17,6 +17,8 @@ the values themselves. A table's values do not depend on its index or width, so 
 added, moved or widened. A piece of a table has its columns' values: c counts from its first column.
 """
 
+from collections.abc import Callable
+from functools import partial
 from math import cos, log, pi, sin, sqrt
 from typing import NamedTuple
 
@@ -25,9 +27,10 @@ import xxhash
 
 from rowcast.job.embedding_tables import parse_init
 from rowcast.job.tables import TableSpec
+from rowcast.protocol.released_rows import ReleasedRows
 from rowcast.runtime.arrays import F32, I64
 from rowcast.runtime.compiled import compiled_loop, compiled_part, inlined
-from rowcast.runtime.first_values import RowRule
+from rowcast.runtime.first_values import FirstValues, RowRule
 
 UNIFORM, NORMAL, CONSTANT = 0, 1, 2
 KINDS = {"uniform": UNIFORM, "normal": NORMAL, "constant": CONSTANT}
@@ -38,6 +41,7 @@ WEYL_0, WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 
+RowsOnDemand = Callable[[I64], F32]  # numbers of rows [n] -> their first values, f32 [n, width]
 Words = tuple[np.uint64, np.uint64, np.uint64, np.uint64]  # each below 2**32
 
 
@@ -78,6 +82,11 @@ def rows_by(rule: RowRule, numbers: I64) -> F32:
     values = initial_rows(rule.seed, spec_of(rule), numbers)
     values[numbers == rule.zero_row] = 0
     return values
+
+
+def rows_on_demand(first: FirstValues) -> RowsOnDemand:
+    """Raises DataError for a released file that is not as long as it was."""
+    return ReleasedRows(first) if first.rule is None else partial(rows_by, first.rule)
 
 
 def spec_of(rule: RowRule) -> TableSpec:

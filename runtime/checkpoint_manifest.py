@@ -38,7 +38,7 @@ class Position(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     eval_batch: Number | None = None  # batches of the current evaluation before it; None outside an evaluation
 
 
-MANIFEST_VERSION = 11
+MANIFEST_VERSION = 12
 MANIFEST_NAME = "manifest.json"
 READ_BYTES = 2**20
 FOLDER_NAME = re.compile(r"step-[0-9]{12}")
@@ -192,8 +192,9 @@ class SavedTable(FilePart, frozen=True, kw_only=True):
         if self.first and sum(columns.width for columns in self.first) != self.width:
             raise ValueError(f"{self.name}: first values of {sum(columns.width for columns in self.first)} columns")
         for columns in self.first:
-            if bool(columns.path) != bool(columns.checksum):
-                raise ValueError(f"{self.name}: first values in {columns.path!r} have no checksum")
+            for file in columns.files:
+                if not file.checksum:
+                    raise ValueError(f"{self.name}: first values in {file.path!r} have no checksum")
 
     @property
     def width(self) -> int:

@@ -9,7 +9,6 @@ look at its file.
     whole index      of the whole version, as it was published
 """
 
-import mmap
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +18,6 @@ from rowcast.prefetcher.stores.store import ABSENT
 from rowcast.protocol.first_values import Initializer, fill_row
 from rowcast.runtime.arrays import F32, FACTOR_1, FACTOR_2, GOLDEN, I64, U16, U32, U64, Bytes
 from rowcast.runtime.compiled import (
-    c_madvise,
     c_mincore,
     compiled_arithmetic,
     compiled_loop,
@@ -31,9 +29,9 @@ from rowcast.runtime.compiled import (
     load_u32,
     prefetch_at,
 )
+from rowcast.runtime.mapped_pages import PAGE
 from rowcast.serving.row_layout import FP16, INT8, RowLayout
 
-PAGE, WILL_NEED = mmap.PAGESIZE, mmap.MADV_WILLNEED
 FULL_PERCENT = 76  # of the cells, at most: 7.9 bytes a row
 LEAST_CELLS = 8
 CELL_BYTES = 6
@@ -375,26 +373,10 @@ def pool(rows: F32, offsets: I64, weights: F32, is_mean: bool, out: F32) -> None
                 out[bag, column] /= count
 
 
-# A page fault reads one page and waits for it. The kernel reads many at once if it knows them all first, so these loops
-# request them (`ask_for`) and then wait (`touch`). Record i starts at `offset` + i * `stride`; `numbers` ascend
-@compiled_loop
-def ask_for(file: Bytes, offset: int, stride: int, numbers: Positions) -> None:
-    """Requests the pages of these records, adjacent ones together. Waits only for room in the kernel's queue."""
-    start = file.ctypes.data
-    begin, end = 0, 0  # pages requested together
-    for i in range(len(numbers)):
-        first = (offset + numbers[i] * stride) // PAGE
-        if first > end:
-            c_madvise(start + begin * PAGE, (end - begin) * PAGE, WILL_NEED)
-            begin = first
-        end = max(end, (offset + (numbers[i] + 1) * stride - 1) // PAGE + 1)
-    c_madvise(start + begin * PAGE, (end - begin) * PAGE, WILL_NEED)
-
-
 @compiled_loop
 def touch(file: Bytes, offset: int, stride: int, numbers: Positions) -> int:
-    """Waits for these records' pages and maps them. The result is meaningless; it keeps the compiler from dropping the
-    reads."""
+    """Waits for the pages that `ask_for` has requested, and maps them. The result is meaningless; it keeps the compiler
+    from dropping the reads."""
     total = 0
     for i in range(len(numbers)):
         begin = offset + numbers[i] * stride

@@ -30,12 +30,11 @@ from rowcast.protocol.first_values import Initializer
 from rowcast.runtime.arrays import F32, I64, U64, Bytes
 from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import ConfigError, DataError
+from rowcast.runtime.mapped_pages import PAGE, ask_for
 from rowcast.serving.index_loops import (
     AS_IS,
-    PAGE,
     PAGES_MISSING,
     Index,
-    ask_for,
     fill,
     is_index,
     join,

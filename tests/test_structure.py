@@ -30,6 +30,7 @@ FORBIDDEN = {  # package -> what it may not import
 }
 FLOORS = {  # package -> its rooms, folders and files, from the bottom up; rooms of one line do not import each other
     "protocol": (
+        "released_rows",
         "batch first_values plan_layout",
         "parts",
         "messages plan",

@@ -49,11 +49,11 @@ def export_run(
     run_dir: Path, out: Path, checkpoint: str | None = None, *, trained_only: bool = False, above: int = 0
 ) -> Manifest:
     """Writes a run's checkpoint, by default the newest, to `out`. `above`: `trained_only` holds for tables of more
-    rows. Raises ConfigError and DataError."""
+    rows, and for those whose first values are read or made on demand. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(checkpoint)
     tables = saved_tables(checkpoints.root, manifest)
-    whole = all_of(tables.groups, most=above if trained_only else MOST_ROWS)
+    whole = all_of(tables.groups, above) - tables.on_demand if trained_only else all_of(tables.groups)
     rows = CheckpointRows(checkpoints.root, manifest.layers, tables.written, tables.first, whole)
     write_export(out, tables.groups, rows, SavedModelState(checkpoints.root, manifest))
     return manifest

@@ -29,6 +29,7 @@ class SavedTables:
     num_dense: int | None  # dense features of a sample; None: not known
     first: FirstOf  # of rows that no layer has
     in_files: frozenset[int]  # the tables of which `first` reads files
+    on_demand: frozenset[int] = frozenset()  # those that no process holds as a whole
 
 
 def saved_tables(root: Path, manifest: Manifest) -> SavedTables:
@@ -65,7 +66,8 @@ def of_script(script: SavedScript) -> SavedTables:
         written=written,
         num_dense=0,
         first=ScriptFirst(script),
-        in_files=frozenset(t for t, table in enumerate(script.tables) if any(each.path for each in table.first)),
+        in_files=frozenset(t for t, table in enumerate(script.tables) if any(each.files for each in table.first)),
+        on_demand=frozenset(t for t, own in enumerate(script.tables) if any(each.is_on_demand for each in own.first)),
     )
 
 

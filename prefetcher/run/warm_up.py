@@ -27,7 +27,9 @@ from rowcast.protocol.batch import Batch, ScheduledBatch
 from rowcast.protocol.first_values import initial_rows
 from rowcast.protocol.parts import Rank, Shards
 from rowcast.protocol.plan import MOST_ORDERED
+from rowcast.protocol.released_rows import copy_rows
 from rowcast.runtime.compiled import STORES_PAST_CACHES, LoopCache
+from rowcast.runtime.mapped_pages import ask_for
 from rowcast.runtime.telemetry.logs import get_logger, said_if_slow
 
 SLOW_S = 1.0
@@ -125,6 +127,8 @@ def call_on_nothing(group: GroupSpec) -> None:
     share_key(keys, keys)
     not_loaded(i64, u32, marks, u32, i64, i64, 0)
     not_spilled(i64, marks)
+    ask_for(marks, 0, 8, i64)
+    copy_rows(marks, 0, i64, i64, np.empty((0, 8), np.uint8))
 
 
 def move_between_tiers(folder: Path) -> None:

@@ -12,7 +12,7 @@ from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import ALIGNMENT, KEY_SHIFT, ROW_MASK, GroupSpec, RecordPart, aligned
 from rowcast.prefetcher.stores.row_loops import LINE_WORDS
 from rowcast.prefetcher.stores.store import Keys, Records
-from rowcast.protocol.first_values import Initializer, fill_row, initial_rows, rows_by, table_initializer
+from rowcast.protocol.first_values import Initializer, fill_row, initial_rows, rows_on_demand, table_initializer
 from rowcast.runtime.arrays import F32, I64, U16, U64, Bytes
 from rowcast.runtime.compiled import arrays_of, compiled_loop, prefetch
 from rowcast.runtime.errors import ConfigError
@@ -194,17 +194,13 @@ def of_seed(seed: int) -> FirstOf:
 
 
 class FirstColumns:
-    """First values of a script's tables, which their columns have from files, by rules, or all alike."""
+    """First values of a script's tables, which their columns have from files, on demand, or all alike."""
 
     def __init__(self, columns: Mapping[int, Sequence[FirstValues]], sizes: Mapping[int, int]) -> None:
         """Columns of the records and rows of each table, by its index. Raises ConfigError for a file that is too short,
         DataError if it is not the one that a checkpoint names."""
-        self._columns = columns
-        self._values = {
-            (table, at): mapped(first, sizes[table])
-            for table, each in columns.items()
-            for at, first in enumerate(each)
-            if first.path
+        self._columns = {
+            table: [(first.width, values_of(first, sizes[table])) for first in each] for table, each in columns.items()
         }
 
     def fill(self, keys: I64, places: I64, out: Bytes) -> None:
@@ -214,17 +210,25 @@ class FirstColumns:
         for table, columns in self._columns.items():
             chosen, begin = np.flatnonzero(tables == table), 0
             rows = keys[chosen] & ROW_MASK
-            for at, column in enumerate(columns):
-                in_file = self._values[table, at][rows] if column.path else column.value
-                values = rows_by(column.rule, rows) if column.rule else in_file
-                records[places[chosen], begin : begin + column.width] = values
-                begin += column.width
+            for width, values in columns:
+                records[places[chosen], begin : begin + width] = values(rows)
+                begin += width
 
     def records(self, group: GroupSpec, keys: I64) -> Bytes:
         """Implements `FirstOf`."""
         records = np.empty((len(keys), group.record_bytes), np.uint8)
         self.fill(keys, np.arange(len(keys)), records)
         return records
+
+
+def values_of(first: FirstValues, num_rows: int) -> Callable[[I64], F32 | float]:
+    """What gives rows their values, or all of them the same one. Raises as `FirstColumns`."""
+    if first.path:
+        return mapped(first, num_rows).__getitem__
+    if first.is_on_demand:
+        first.check()
+        return rows_on_demand(first)
+    return lambda rows: first.value
 
 
 def mapped(columns: FirstValues, num_rows: int) -> F32:

@@ -25,7 +25,7 @@ from rowcast.serving.model import Model as Served
 from rowcast.serving.publisher import Publisher
 from rowcast.trainer.adopt import records
 from rowcast.trainer.adopt.adopt import say_left_out
-from rowcast.trainer.adopt.mapped_tables import RuledTable
+from rowcast.trainer.adopt.mapped_tables import TableOnDemand
 from tests.adopt.engines import Engines, drop, manifests
 from tests.support.jobs import job, table
 
@@ -277,7 +277,7 @@ def test_more_rows_than_a_table_can_have_are_refused(tmp_path: Path) -> None:
 def test_a_table_of_any_size_has_no_values_before_it_is_adopted(tmp_path: Path) -> None:
     model = made(tmp_path, rows=HUGE)
     weight = model.item.weight
-    assert isinstance(weight, RuledTable)
+    assert isinstance(weight, TableOnDemand)
     assert isinstance(weight, nn.Parameter)
     assert [len(weight), weight.requires_grad, weight.grad, [*tmp_path.iterdir()]] == [HUGE, True, None, []]
     for act in (

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from rowcast.protocol.released_rows import find_released
 from rowcast.runtime.arrays import I64
 from rowcast.runtime.errors import ConfigError, listed, nearest
 from rowcast.runtime.telemetry.logs import print_line
@@ -34,7 +36,7 @@ from rowcast.trainer.adopt.adopted_table import AdoptedTable
 from rowcast.trainer.adopt.adoption import ALL, STATES, Adoption, Capacity, store_of
 from rowcast.trainer.adopt.gradient_sum import refuse_earlier, refuse_wrappers
 from rowcast.trainer.adopt.id_program import TableKey
-from rowcast.trainer.adopt.mapped_tables import RuledTable
+from rowcast.trainer.adopt.mapped_tables import TableOnDemand, come_on_demand
 from rowcast.trainer.adopt.random_states import NO_LOOP, Loops, refuse_begun
 from rowcast.trainer.adopt.read_ahead import GiveIds, ReadAhead, no_ids
 from rowcast.trainer.adopt.records import distinct_rows
@@ -54,21 +56,28 @@ def adopt(
     tables: Collection[str] = (),
     keep: Collection[str] = (),
     memory: str | int = ALL,
+    files: Mapping[str, str | Path] = MappingProxyType({}),
 ) -> Model:
     """Adopts the weights of nn.Embedding and nn.EmbeddingBag that do not fit on the device. Returns the model.
 
     capacity: memory of the device for tables: "8GiB", or "20000 rows" of all tables together. tables: names of other
     parameters [V, D] that are tables, as `named_parameters` has them. keep: names of tables that stay ordinary; they
     count for nothing. memory: of the host for the prefetcher, such as "4GiB"; trained rows that it cannot hold are kept
-    in files of `runs/<script>.*`. A table that is adopted already stays so.
+    in files of `runs/<script>.*`. files: folders of safetensors files, by the names of tables that begin with the rows
+    there: float32, bfloat16 or float16, as one tensor of the parameter's name or in pieces NAME.shard_0, NAME.shard_1,
+    ... A row is read when it is first looked up; the parameter itself may be on the device `meta`. Such a table is
+    always adopted. A table that is adopted already stays so.
 
     On several ranks call it before DistributedDataParallel(model), or use `rowcast.sum_gradients(model)`.
 
-    Raises ConfigError for names that the model lacks, a table that is not float32, and a model within
-    DistributedDataParallel, FSDP or DeepSpeed."""
+    Raises ConfigError for names that the model lacks, a table that is not float32, files that do not have its rows, and
+    a model within DistributedDataParallel, FSDP or DeepSpeed."""
     room, store = Capacity.of(capacity), store_of(memory)
-    candidates = tables_of(model, tables, keep)
-    _parameters.update(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    refuse_unknown("files", files, [name for name, weight in parameters.items() if weight.dim() == 2])
+    candidates = tables_of(model, [*tables, *files], keep)
+    begin_in_files(parameters, files, keep)
+    _parameters.update(parameters)
     chosen = those_that_do_not_fit(candidates, room)
     for name in chosen:
         refuse_wrappers(model, name)
@@ -92,7 +101,7 @@ def tables_of(model: nn.Module, tables: Collection[str], keep: Collection[str]) 
     weights = {name: weight for name, weight in parameters.items() if id(weight) in of_modules or name in tables}
     refuse_unknown("keep", keep, weights)
     for name in keep:
-        if isinstance(weights[name], RuledTable):
+        if isinstance(weights[name], TableOnDemand):
             raise ConfigError(
                 f"adopt(keep=[{name!r}]): a rule makes its {len(weights[name]):,} rows when they are needed, so it "
                 "cannot be on the device as a whole; leave it out of keep"
@@ -106,6 +115,22 @@ def tables_of(model: nn.Module, tables: Collection[str], keep: Collection[str]) 
     }
 
 
+def begin_in_files(
+    parameters: Mapping[str, nn.Parameter], files: Mapping[str, str | Path], keep: Collection[str]
+) -> None:
+    """Tables that are not adopted yet begin with rows of released files. All are looked at before one is changed."""
+    given = {name: parameters[name] for name in files if not isinstance(parameters[name], TableParameter)}
+    places = {}
+    for name, parameter in given.items():
+        if name in keep:
+            raise ConfigError(f"adopt(keep=[{name!r}], files=...): rows of files are never on the device as a whole")
+        refuse_other_kinds(name, parameter)
+        places[name] = find_released(files[name], name, *parameter.shape)
+    devices = {parameter.device for parameter in parameters.values() if not parameter.is_meta}
+    for name, first in places.items():
+        come_on_demand(given[name], first, min(devices, key=str, default=torch.device("cpu")))
+
+
 def refuse_unknown(argument: str, names: Collection[str], known: Collection[str]) -> None:
     for name in names:
         if name not in known:
@@ -117,7 +142,9 @@ def refuse_unknown(argument: str, names: Collection[str], known: Collection[str]
 
 def those_that_do_not_fit(weights: Mapping[str, nn.Parameter], room: Capacity) -> list[str]:
     """The names of the tables to adopt, in the model's order."""
-    costs = {name: math.inf if isinstance(table, RuledTable) else room.cost(table) for name, table in weights.items()}
+    costs = {
+        name: math.inf if isinstance(table, TableOnDemand) else room.cost(table) for name, table in weights.items()
+    }
     if sum(costs.values()) <= room.most:
         return []
     taken = 0.0
@@ -192,8 +219,8 @@ class Doors:
     def add(self, name: str, parameter: nn.Parameter) -> None:
         while name in self.tables:
             name += "'"
-        is_ruled = isinstance(parameter, RuledTable)
-        home = self.engine.home(name, parameter if is_ruled else parameter.detach().cpu())
+        has_values = not isinstance(parameter, TableOnDemand)
+        home = self.engine.home(name, parameter.detach().cpu() if has_values else parameter)
         table, key = AdoptedTable(name, parameter, home), TableKey(name, len(parameter))
         become(parameter, table)
 
@@ -369,7 +396,7 @@ def without_tables(plain: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(plain)
     def save_or_load(module: Any, state: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
         weights = [(key, weight) for key, weight in module._parameters.items() if isinstance(weight, TableParameter)]
-        left_out = {key: weight for key, weight in weights if weight.table.home.rule is not None}
+        left_out = {key: weight for key, weight in weights if weight.table.home.is_on_demand}
         for key, weight in left_out.items():
             if prefix + key in state:
                 raise ConfigError(

@@ -105,14 +105,14 @@ class TableSum:
     @torch.no_grad()
     def begin_alike(self, *, sends: bool) -> None:
         """`sends`: the first values of rank 0 count; otherwise others are refused. Raises ConfigError."""
-        names = "; ".join(f"{table.name} {[*table.shape]} {table.home.rule or ''}".rstrip() for table in self.tables)
+        names = "; ".join(f"{table.name} {[*table.shape]} {table.home.origin}".rstrip() for table in self.tables)
         first, *others = map(bytes.decode, self.ranks.gather(names.encode()))
         for rank, theirs in enumerate(others, 1):
             if theirs != first:
                 raise ConfigError(
                     f"rank 0 adopts {first} and rank {rank} {theirs}; give rowcast.adopt one model and capacity on all"
                 )
-        for table in (each for each in self.tables if each.home.rule is None):
+        for table in (each for each in self.tables if not each.home.is_on_demand):
             checksum = xxhash.xxh3_64()
             blocks = torch.split(torch.arange(table.num_rows, device=table.home.device), BLOCK_ROWS)
             for ids in blocks:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from rowcast.job.embedding_tables import LARGEST, init_reach
 from rowcast.protocol.first_values import rows_by
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.first_values import RowRule
+from rowcast.runtime.first_values import FirstValues, RowRule
 from rowcast.trainer.adopt.records import BLOCK_ROWS, is_large, made_here, mapped
 from rowcast.trainer.adopt.row_gradient import as_plain, attribute_of, words
 from rowcast.trainer.adopt.table_parameter import is_of_parameter, operation, placeholder
@@ -103,7 +103,11 @@ class MappedWeights(TorchFunctionMode):
             raise ConfigError(f"{path}: a table has up to {MOST_ROWS:,} rows, not {num_rows:,}")
         zero_row = -1 if module.padding_idx is None else module.padding_idx
         rule = RowRule(init=self._init, seed=self._seed, table=name, num_rows=num_rows, width=dim, zero_row=zero_row)
-        weights = RuledTable.of(rule) if is_large(num_rows) else written_out(rule, path)
+        weights = (
+            TableOnDemand.of(FirstValues(width=dim, rule=rule), num_rows)
+            if is_large(num_rows)
+            else written_out(rule, path)
+        )
         self._by_rule[address(weights)] = weights.shape
         return weights
 
@@ -149,16 +153,17 @@ def address(tensor: Tensor) -> int:
         return tensor.untyped_storage().data_ptr()
 
 
-class RuledTable(nn.Parameter):
-    """A weight of more rows than are written out, before it is adopted: it has a shape, and no values."""
+class TableOnDemand(nn.Parameter):
+    """A weight whose rows are made or read when they are needed, before it is adopted: it has a shape, and no
+    values."""
 
-    rule: RowRule
+    first: FirstValues
 
     @classmethod
-    def of(cls, rule: RowRule) -> "RuledTable":
-        values: Any = placeholder((rule.num_rows, rule.width), torch.float32, torch.device("cpu"))
-        table = cast(RuledTable, values.as_subclass(cls))
-        table.rule = rule
+    def of(cls, first: FirstValues, num_rows: int, device: str | torch.device = "cpu") -> "TableOnDemand":
+        values: Any = placeholder((num_rows, first.width), torch.float32, torch.device(device))
+        table = cast(TableOnDemand, values.as_subclass(cls))
+        table.first = first
         return table
 
     @classmethod
@@ -169,16 +174,17 @@ class RuledTable(nn.Parameter):
         if is_of_parameter(func) or attribute == "grad":
             with as_plain():
                 return func(*args, **(kwargs or {}))
-        table = next(leaf for leaf in [*args, *(kwargs or {}).values()] if isinstance(leaf, RuledTable))
+        table = next(leaf for leaf in [*args, *(kwargs or {}).values()] if isinstance(leaf, TableOnDemand))
         if name == "detach" or (attribute, name) == ("data", "__get__"):
             with as_plain():
                 values: Any = func(table).as_subclass(cls)
-            values.rule = table.rule
+            values.first = table.first
             return values
-        if name == "__repr__":  # of the module, which prints all that it has
-            return f"a table of {len(table):,} rows by the rule {table.rule.init}"
-        if name == "__getitem__" and isinstance(args[1], int) and args[1] == table.rule.zero_row:
-            return torch.zeros(table.rule.width, device="cpu")  # what fills the padding's row finds it filled
+        rule = table.first.rule
+        if name == "__repr__" and rule is not None:  # of the module, which prints all that it has
+            return f"a table of {len(table):,} rows by the rule {rule.init}"
+        if name == "__getitem__" and rule is not None and isinstance(args[1], int) and args[1] == rule.zero_row:
+            return torch.zeros(rule.width, device="cpu")  # what fills the padding's row finds it filled
         raise ConfigError(
             f"{attribute or name} of a table of {len(table):,} rows, which a rule makes once rowcast.adopt has the "
             "model: call rowcast.adopt(model, ...) first, and give it first values by rowcast.tables(init=...) alone"
@@ -186,3 +192,15 @@ class RuledTable(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.clone()  # is refused
+
+
+def come_on_demand(parameter: nn.Parameter, first: FirstValues, device: torch.device) -> None:
+    """Makes a parameter of a model a table whose rows are read when they are needed. `device`: of one that is on
+    `meta`."""
+    if parameter.is_meta:  # torch refuses other values there
+        table = TableOnDemand.of(first, len(parameter), device)
+        torch.utils.swap_tensors(parameter, table.requires_grad_(parameter.requires_grad))  # type: ignore[no-untyped-call]
+    else:
+        parameter.data = placeholder(parameter.shape, parameter.dtype, parameter.device)
+        parameter.__class__ = TableOnDemand
+        cast(TableOnDemand, parameter).first = first

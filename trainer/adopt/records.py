@@ -3,7 +3,7 @@
 Records      rows as tensors, and how they lie in the engine
 Engine       where they are between steps: `ChangedRows` in this process, or the prefetcher
 positions    of rows among others; distinct rows of ids
-first values in a file, made by a rule, or all alike
+first values in a file, on demand, or all alike
 """
 
 import math
@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rowcast.protocol.first_values import rows_by
+from rowcast.protocol.first_values import RowsOnDemand, rows_on_demand
 from rowcast.runtime.arrays import F32, I32, I64, U64, Bools, Bytes
 from rowcast.runtime.compiled import compiled_loop
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.first_values import FirstValues, RowRule
+from rowcast.runtime.first_values import FirstValues
 
 WEIGHTS = "weights"  # the name of their field
 MOST_NUMBERED, FEW = 2**22, 512  # rows of a table whose ids are found by 4 bytes for each; ids that are searched for
@@ -86,15 +86,15 @@ class Records:
 
 
 @dataclass(slots=True)
-class RecordsByRule(Records):
-    """First values of all rows whose weights a rule makes when they are taken; `weights` has only their shape."""
+class RecordsOnDemand(Records):
+    """First values of all rows whose weights are made or read when they are taken; `weights` has only their shape."""
 
-    rule: RowRule
+    weights_of: RowsOnDemand
 
     def take(self, index: Tensor | slice) -> Records:
         assert isinstance(index, Tensor), "rows are taken by number"
         rows = self.each(lambda field: field[index])
-        rows.weights = torch.from_numpy(rows_by(self.rule, index.numpy()))
+        rows.weights = torch.from_numpy(self.weights_of(index.numpy()))
         return rows
 
 
@@ -286,11 +286,12 @@ def add_rows(cells: I64, rows: I64) -> int:
 class UnsavedRows:
     """Rows of a table that may have another value than the last save of the script has."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_marks: int) -> None:
+        """`num_marks`: the rows of a table; 0 of a large one, which has a set in their place."""
         self.steps = 0  # of the optimizer, that the last save has
         self.are_all = True  # also before the first save
-        self._marks = np.zeros(0 if is_large(num_rows) else num_rows, np.bool_)
-        self._rows = RowSet()  # of a large table, in place of marks
+        self._marks = np.zeros(num_marks, np.bool_)
+        self._rows = RowSet()
 
     def note(self, rows: I64) -> None:
         if self.are_all:
@@ -376,10 +377,19 @@ def rows_in(place: FirstValues, num_rows: int) -> F32:
 
 
 def values_at(place: FirstValues, num_rows: int) -> Tensor:
-    """Returns f32 [num_rows, width], which takes no memory. Values by a rule are NaN: they are made row by row."""
+    """Returns f32 [num_rows, width], which takes no memory. Values on demand are NaN: they come row by row."""
     if place.path:
         return torch.from_numpy(rows_in(place, num_rows))
-    return alike(math.nan if place.rule else place.value, (num_rows, place.width), torch.float32)
+    return alike(math.nan if place.is_on_demand else place.value, (num_rows, place.width), torch.float32)
+
+
+def first_records(places: Mapping[str, FirstValues], num_rows: int) -> Records:
+    """First values of all rows, which have had no step. `places`: of weights and states."""
+    fields = {name: values_at(place, num_rows) for name, place in places.items()}
+    weights, lasts = fields.pop(WEIGHTS), alike(0, (num_rows,), torch.int64)
+    if places[WEIGHTS].is_on_demand:
+        return RecordsOnDemand(weights, fields, lasts, rows_on_demand(places[WEIGHTS]))
+    return Records(weights, fields, lasts)
 
 
 def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ before it is known what the optimizer keeps of a row, they are here.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rowcast.runtime.errors import ConfigError, RowcastError
-from rowcast.runtime.first_values import FirstValues, RowRule
+from rowcast.runtime.first_values import FirstValues
+from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.catch_up import catch_up
 from rowcast.trainer.adopt.missed_steps import StepLog
 from rowcast.trainer.adopt.records import (
@@ -24,16 +26,15 @@ from rowcast.trainer.adopt.records import (
     ChangedRows,
     Engine,
     Records,
-    RecordsByRule,
     UnsavedRows,
     alike,
     alone,
+    first_records,
     is_large,
     made_here,
     mapped,
     place_of,
     untouched,
-    values_at,
 )
 from rowcast.trainer.adopt.row_gradient import as_plain, shares_memory
 from rowcast.trainer.adopt.whole_table import WholeField, say_of_arrays
@@ -44,8 +45,8 @@ class Home:
 
     @alone
     def __init__(self, name: str, weights: Tensor, folder: Path, leave_engine: Callable[[], None]) -> None:
-        """`weights`: f32 [V, D] on the host, the script's first values, or with a `rule` for them. `folder`: for files
-        of whole tables. `leave_engine`: makes all tables leave the engine."""
+        """`weights`: f32 [V, D] on the host, the script's first values, or with `first`, which names them. `folder`:
+        for files of whole tables. `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
         self.is_trained = self.is_sealed = False
         self.device = weights.device  # where the script has the table
@@ -54,22 +55,24 @@ class Home:
         self._leave_engine = leave_engine
         self._num_files = 0
         self.num_changes = 0  # by the script, beside its optimizer
-        # rows that a step moves without a gradient; of a large table only once it is read whole
-        self._is_moving = np.zeros(0 if is_large(len(weights)) else len(weights), np.bool_)
+        place: FirstValues | None = getattr(weights, "first", None) or place_of(weights)
+        # nothing takes memory or disk by its rows unless the script reads it whole
+        self.is_large = is_large(len(weights)) or (place is not None and place.is_on_demand)
+        num_marks = 0 if self.is_large else len(weights)
+        self._is_moving = np.zeros(num_marks, np.bool_)  # rows that a step moves without a gradient
         self._at_rest: tuple[Records, Records] | None = None  # a row that was never trained, now and at first
-        self.unsaved = UnsavedRows(len(weights))
+        self.unsaved = UnsavedRows(num_marks)
         self.is_restored = False  # its states are those of a save, and no optimizer has begun with them
         self._fields: dict[str, WholeField] = {}
-        self.rule: RowRule | None = getattr(weights, "rule", None)  # makes the first values
-        place = FirstValues(width=weights.shape[1], rule=self.rule) if self.rule else place_of(weights)
         if place is None:
             place, copy = self.new_file(WEIGHTS, weights.shape, weights.dtype)
             weights = copy.copy_(weights)
-        self.places = {WEIGHTS: place}  # of the first values that are in files, or made by a rule
-        if self.rule:
-            weights = values_at(place, len(weights))
-        lasts = alike(0, (len(weights),), torch.int64)
-        first = RecordsByRule(weights, {}, lasts, self.rule) if self.rule else Records(weights, {}, lasts)
+        self.places = {WEIGHTS: place}  # of the first values that are in files, or come on demand
+        first = (
+            first_records(self.places, len(weights))
+            if place.is_on_demand
+            else Records(weights, {}, alike(0, (len(weights),), torch.int64))
+        )
         self.here = ChangedRows(first)  # the rows, unless they are in the engine
         self.rows: Engine = self.here
 
@@ -94,7 +97,10 @@ class Home:
     def write(self, ids: Tensor, rows: Records) -> None:
         self.take_back()
         self.rows.write(ids, rows)
-        written = ids.cpu().numpy()
+        written, steps = ids.cpu().numpy(), self.log.steps
+        # at steps 1, 2, 4, ...: rates may begin at 0
+        if self.is_on_demand and steps and steps & (steps - 1) == 0 and not self._is_at_rest():
+            say_of_moves(self.name, len(self.here.first.lasts))
         if len(self._is_moving):
             self._is_moving[written] = True
         self.unsaved.note(written)
@@ -113,8 +119,16 @@ class Home:
         self.num_changes += 1
 
     @property
-    def is_large(self) -> bool:
-        return is_large(len(self.here.first.lasts))
+    def is_on_demand(self) -> bool:
+        """Whether rows have their first values by a rule or from released files, and are nowhere as a whole."""
+        return self.places[WEIGHTS].is_on_demand
+
+    @property
+    def origin(self) -> str:
+        """What decides first values that come on demand; "" of others."""
+        place = self.places[WEIGHTS]
+        nbytes = sum(file.nbytes for file in place.files)
+        return f"from {nbytes:,} bytes of released files" if place.released else str(place.rule or "")
 
     # whole tables
 
@@ -149,9 +163,10 @@ class Home:
 
     def refuse_whole(self) -> None:
         """Raises ConfigError for a table whose rows are nowhere as a whole."""
-        if self.rule is not None:
+        if self.is_on_demand:
+            comes = "that a rule makes" if self.places[WEIGHTS].rule else "of released files, which are read"
             raise ConfigError(
-                f"the adopted table {self.name} has {self.rule.num_rows:,} rows that a rule makes when they are "
+                f"the adopted table {self.name} has {len(self.here.first.lasts):,} rows {comes} when they are "
                 "needed, and what uses it whole would write all of them; read the rows that "
                 "you look up, weight[ids], and save it by rowcast.save"
             )
@@ -218,7 +233,7 @@ class Home:
         place = self.places[WEIGHTS]
         if self._is_here() or self._has_states() or self._all_have_moved(0):
             return ()
-        if place.path and not place.checksum:
+        if not all(file.checksum for file in place.files):
             self.places[WEIGHTS] = place.sampled()
         return self.columns()
 
@@ -253,7 +268,8 @@ class Home:
         """Rows that may have another value than `first_values` name, i64 [n] ascending."""
         if not self.first_values():
             return torch.arange(len(self.here.first.lasts), device="cpu")
-        padding = [] if self.rule is None or self.rule.zero_row < 0 else [self.rule.zero_row]  # others know no padding
+        rule = self.places[WEIGHTS].rule
+        padding = [] if rule is None or rule.zero_row < 0 else [rule.zero_row]  # others know no padding
         return torch.from_numpy(np.union1d(self.rows.trained().numpy(), np.array(padding, np.int64)))
 
     def unsaved_rows(self) -> Tensor:
@@ -275,12 +291,10 @@ class Home:
         values of weights and states. `rows`: those with others, of `ids`, i64 [n] ascending."""
         self.take_back()
         self._leave_engine()
-        lasts, rule = alike(0, (len(self.here.first.lasts),), torch.int64), places[WEIGHTS].rule
-        fields = {name: values_at(place, len(lasts)) for name, place in places.items()}
-        weights, states = fields.pop(WEIGHTS), fields
-        self.begin(RecordsByRule(weights, states, lasts, rule) if rule else Records(weights, states, lasts), places)
-        self.here.ids, self.here.rows, self.rule = ids, rows, rule
-        self.is_trained, self.is_restored, self.log = bool(states) or self.is_trained, True, StepLog(Optimizer)
+        first = first_records(places, len(self.here.first.lasts))
+        self.begin(first, places)
+        self.here.ids, self.here.rows = ids, rows
+        self.is_trained, self.is_restored, self.log = bool(first.states) or self.is_trained, True, StepLog(Optimizer)
         self.num_changes += 1
         for field in self._fields.values():
             field.is_stale[:] = True
@@ -308,10 +322,10 @@ class Home:
         self.unsaved.are_all = True
         first = {name: value.plain() if hasattr(value, "plain") else value for name, value in first.items()}
         for field in [*self._fields.values()]:
-            if field.array is not None or (field.door() is not None and self.rule is None):
+            if field.array is not None or (field.door() is not None and not self.is_on_demand):
                 self.refresh(field)
             field.steps = 0
-            if field.name != WEIGHTS and self.rule is None:
+            if field.name != WEIGHTS and not self.is_on_demand:
                 field.keeper = None
                 del self._fields[field.name]
         if self.is_trained and self.is_large and self._is_at_rest():
@@ -338,13 +352,14 @@ class Home:
             if path.parent == self.folder:  # while it is mapped, only its name goes; the script's files stay
                 path.unlink(missing_ok=True)
         self.here = self.rows = ChangedRows(first)
-        self.places, self.rule = places, None
+        self.places = places
 
     def _refuse_moved(self) -> None:
-        if self.rule is not None:
+        if self.is_on_demand:
             raise ConfigError(
                 f"another optimizer or state begins for the adopted table {self.name}, and the one before has moved "
-                f"all of its {self.rule.num_rows:,} rows, which would be written; give it a group with weight_decay=0"
+                f"all of its {len(self.here.first.lasts):,} rows, which would be written; give it a group with "
+                "weight_decay=0"
             )
 
     @alone
@@ -443,3 +458,11 @@ class Home:
         self._num_files += 1
         path = self.folder / f"{self.name}.{field}.{self._num_files}"
         return FirstValues(width=shape[-1], path=str(path)), mapped(path, shape, dtype)
+
+
+@cache
+def say_of_moves(table: str, num_rows: int) -> None:
+    print_line(
+        f"the optimizer moves all {num_rows:,} rows of {table} at every step, so rowcast.save will refuse it; give it "
+        'a group of its own without decay, {"params": [weight], "weight_decay": 0}'
+    )

@@ -97,7 +97,7 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
     goes_on = last is not None and last.holding_all() == script and not is_smaller_anew
     doors.runs[place] = run  # an interrupt may end the wait below
     engine = adoption.with_all()
-    script = last if last is not None and goes_on else naming(script, adoption.homes)
+    script = naming(script, adoption.homes, last if goes_on else None)
     engine.begin_save()
     for home in adoption.homes:
         send_home(home, home.unsaved_rows() if goes_on else home.changed_rows())
@@ -135,6 +135,7 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
     tensors = unpack(checked_file(root, manifest.dense).read_bytes())
     structure = read_json(tensors[STRUCTURE])
     refuse_other_objects(structure, objects, folder)
+    first = {saved.name: given_again(saved, tables[saved.name].home, folder) for saved in manifest.script.tables}
     rows = exported(place, manifest, doors.engine.folder / "restored")
     for saved in manifest.script.tables:
         home = tables[saved.name].home
@@ -144,9 +145,9 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
         ids = rows.ids(f"embedding_bags.{saved.name}.rows")
         weights, *states = (values_at(place, len(ids)) for place in places.values())
         trained = Records(weights, dict(zip(saved.states, states, strict=True)), alike(0, (len(ids),), torch.int64))
-        home.restore(
-            dict(zip(names, saved.first, strict=False)) if home.is_large and saved.first else places, ids, trained
-        )
+        if home.is_large and saved.first:
+            places = dict(zip(names, first[saved.name], strict=False))
+        home.restore(places, ids, trained)
         tables[saved.name].trained = None
     for part, (_, state) in zip(objects, structure, strict=True):
         load(part, rebuilt(state, tensors), tables)
@@ -209,12 +210,38 @@ def saved_table(home: Home) -> SavedTable:
     return SavedTable(name=home.name, num_rows=num_rows, dim=dim, states=tuple(first.states))
 
 
-def naming(script: SavedScript, homes: Sequence[Home]) -> SavedScript:
-    """The same with names of first values, where there are any."""
-    pairs = zip(script.tables, homes, strict=True)
-    return structs.replace(
-        script, tables=tuple(structs.replace(table, first=home.first_values()) for table, home in pairs)
+def naming(script: SavedScript, homes: Sequence[Home], last: SavedScript | None) -> SavedScript:
+    """The same with names of first values, where there are any. `last`: the save that this one goes on from, whose
+    names stay; released files may be in another folder by now."""
+    tables = [
+        table if last is not None and not home.is_on_demand else structs.replace(table, first=home.first_values())
+        for table, home in zip((last or script).tables, homes, strict=True)
+    ]
+    return structs.replace(script, tables=tuple(tables))
+
+
+def given_again(saved: SavedTable, home: Home, folder: str | Path) -> tuple[FirstValues, ...]:
+    """Names of first values, with released files where the script has them now. Raises ConfigError if they are others
+    than those of the save."""
+    weights, *others = saved.first or (FirstValues(width=saved.dim),)
+    now = home.places[WEIGHTS]
+    if weights.released is None and now.released is None:
+        return saved.first
+    now = now.sampled() if now.released else now
+    was, files = (
+        [(Path(file.path).name, file.nbytes, file.checksum) for file in each.files] for each in (weights, now)
     )
+    differing = next((pair for pair in zip_longest(was, files) if pair[0] != pair[1]), None)
+    if differing is not None:
+        there, here = (
+            "no released file" if file is None else f"{file[0]} of {file[1]:,} bytes with checksum {file[2]}"
+            for file in differing
+        )
+        raise ConfigError(
+            f"restore: the rows of {saved.name} in {folder} began in {there}, and adopt(files=...) has {here}; give "
+            "adopt the files of the save"
+        )
+    return now, *others
 
 
 def send_home(home: Home, ids: Tensor) -> None:

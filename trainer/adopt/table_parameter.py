@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rowcast.runtime.errors import ConfigError, RowcastError
 from rowcast.trainer.adopt.adopted_table import AdoptedTable
-from rowcast.trainer.adopt.records import is_large, positions
+from rowcast.trainer.adopt.records import positions
 from rowcast.trainer.adopt.row_gradient import as_plain, attribute_of, ids_of, is_basic, split, words
 from rowcast.trainer.adopt.whole_table import WholeField, WholeView
 
@@ -82,10 +82,10 @@ class TableParameter(nn.Parameter):
             with torch.no_grad():
                 func(*tree_map(opened, args), **tree_map(opened, kwargs))
             return first
-        if name == "full_like" and is_large(first.table.shape[0]):  # Adagrad makes its sums before the first step
+        if name == "full_like" and first.table.home.is_large:  # Adagrad makes its sums before the first step
             with as_plain():
                 return func(first[:1, :1], *args[1:], **kwargs).expand(first.table.shape)
-        if name == "__repr__" and is_large(first.table.shape[0]):  # of the module, which prints all that it has
+        if name == "__repr__" and first.table.home.is_large:  # of the module, which prints all that it has
             return f"an adopted table of {first.table.shape[0]:,} rows"
         if name in MOVES and (moved := another_door(func, args, kwargs)) is not None:
             return moved

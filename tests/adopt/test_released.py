@@ -1,0 +1,244 @@
+"""Tables that begin in files of a released model: `rowcast.adopt(files=...)`. The twin has the table loaded whole."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn, optim
+
+import rowcast
+from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.trainer.adopt.adopt import say_left_out
+from tests.adopt.engines import Engines, drop, manifests
+from tests.support.facts import facts
+
+ROWS, DIM, NAME, LAST = 5000, 8, "memory.weight", 12
+PIECES = [1200, 1, 2000, 799, 1000]
+
+pytestmark = [pytest.mark.usefixtures("let_go"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
+
+
+def release(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Writes the table in pieces, two files of them beside another tensor. Returns it whole."""
+    folder.mkdir(parents=True)
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+    pieces = {f"memory.shard_{n}.weight": rows.clone() for n, rows in enumerate(torch.split(whole, PIECES))}
+    first = {name: pieces[name] for name in [*pieces][:2]}
+    save_file(first, folder / "model-00001-of-00002.safetensors")
+    others = {name: rows for name, rows in pieces.items() if name not in first}
+    save_file({**others, "top.weight": torch.zeros(1, DIM)}, folder / "model-00002-of-00002.safetensors")
+    return whole.float()
+
+
+class Model(nn.Module):
+    def __init__(self, device: str = "cpu", *, sparse: bool = False) -> None:
+        super().__init__()
+        self.memory = nn.Embedding(ROWS, DIM, sparse=sparse, device=device)
+        torch.manual_seed(5)
+        self.top = nn.Linear(DIM, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.top(self.memory(ids).sum(1))
+        return logits
+
+
+def adamw(parameters: Any) -> optim.Optimizer:
+    memory, *others = parameters
+    return optim.AdamW([{"params": [memory], "weight_decay": 0.0, "lr": 0.05}, {"params": others}], lr=0.01)
+
+
+def decayed(parameters: Any) -> optim.Optimizer:
+    return optim.AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def momentum(parameters: Any) -> optim.Optimizer:
+    return optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def sparse(parameters: Any) -> optim.Optimizer:
+    return optim.SparseAdam([*parameters][:1], lr=0.02)
+
+
+class Script:
+    """Two batches a step; saves itself every fourth step."""
+
+    def __init__(self, optimizer: Any, whole: Tensor | None = None, files: Path | None = None) -> None:
+        self.model = Model("cpu" if files is None else "meta", sparse=optimizer is sparse)
+        if whole is not None:
+            self.model.memory.weight.data.copy_(whole)
+        if files is not None:
+            rowcast.adopt(self.model, "700 rows", files={NAME: files})
+        self.optimizer = optimizer(self.model.parameters())
+
+    def train(self, first: int, end: int, run: Path | None = None) -> list[Tensor]:
+        losses = []
+        batches = [ids for step in range(first, end) for ids in (batch(2 * step), batch(2 * step + 1))]
+        for n, ids in enumerate(rowcast.ahead(batches)):
+            loss = F.mse_loss(self.model(ids), ids.float().mean(1, keepdim=True) / ROWS)
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            if n % 2:
+                nn.utils.clip_grad_value_(self.model.top.parameters(), 0.3)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                if run is not None and (step := first + (n + 1) // 2) % 4 == 0:
+                    rowcast.save(run, self.model, self.optimizer, step=step)
+        return losses
+
+    def rows(self) -> Tensor:
+        with torch.no_grad():
+            return torch.cat([self.model.memory(torch.arange(ROWS)), self.model.top.weight])
+
+
+def batch(number: int) -> Tensor:
+    return torch.randint(0, ROWS, (16, 4), generator=torch.Generator().manual_seed(number))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        (torch.bfloat16, adamw),
+        (torch.float16, momentum),
+        (torch.float32, sparse),
+        (torch.bfloat16, decayed),
+    ],
+)
+def test_a_table_in_files_has_the_bits_of_the_table_loaded_whole(
+    dtype: torch.dtype, optimizer: Any, engines: Engines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    whole = release(tmp_path / "released", dtype)
+    twin, script = Script(optimizer, whole), Script(optimizer, files=tmp_path / "released")
+    assert script.model.memory.weight.device.type == "cpu"
+    losses, expected = script.train(0, 10), twin.train(0, 10)
+    assert all(map(torch.equal, losses, expected))
+    assert torch.equal(script.rows(), twin.rows())
+    said = capfd.readouterr().err.count("moves all 5,000 rows of memory.weight at every step")
+    assert said == (optimizer is decayed)
+
+
+def test_a_save_has_changed_rows_and_goes_on_with_equal_files_elsewhere(engines: Engines, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    twin = Script(adamw, release(tmp_path / "a"))
+    twin.train(0, LAST)
+    Script(adamw, files=tmp_path / "a").train(0, 6, run)
+    looked_up = torch.cat([batch(number) for number in range(8)])
+    assert manifests(run)[0].num_rows == len(torch.unique(looked_up))
+    drop()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    script = Script(adamw, files=tmp_path / "b")
+    assert rowcast.restore(run, script.model, script.optimizer) == 4
+    script.train(4, LAST, run)
+    assert torch.equal(script.rows(), twin.rows())
+    export_run(run, tmp_path / "all")
+    assert torch.equal(load_file(tmp_path / "all")["embedding_bags.memory.weight.weight"], twin.rows()[:ROWS])
+    drop()
+    save_file({NAME: torch.zeros(ROWS, DIM)}, tmp_path / "b" / "model-00001-of-00002.safetensors")
+    (tmp_path / "b" / "model-00002-of-00002.safetensors").unlink()
+    script = Script(adamw, files=tmp_path / "b")
+    with pytest.raises(ConfigError, match=facts("memory.weight", "model-00001-of-00002.safetensors", "19,392 bytes")):
+        rowcast.restore(run, script.model, script.optimizer)
+
+
+# bad input
+
+
+def named(folder: Path, **tensors: Tensor) -> None:
+    folder.mkdir()
+    save_file({name.replace("__", "."): tensor for name, tensor in tensors.items()}, folder / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"memory__bias": torch.zeros(ROWS, DIM)}, facts("none of the 1 files", NAME, "memory.weight.shard_0")),
+        ({"memory__weight": torch.zeros(ROWS, DIM + 1)}, facts("a.safetensors", NAME, "[5000, 9]", "8 values")),
+        ({"memory__weight": torch.zeros(ROWS - 1, DIM)}, facts(NAME, "4,999 rows", "5,000")),
+        ({"memory__weight": torch.zeros(ROWS, DIM, dtype=torch.float8_e4m3fn)}, facts("F8_E4M3", "F32, BF16, F16")),
+        (
+            {"memory__weight__shard_0": torch.zeros(3000, DIM), "memory__weight__shard_2": torch.zeros(2000, DIM)},
+            facts("has 2 pieces", "number 2", "lacks number 1"),
+        ),
+        (
+            {"memory__weight__shard_0": torch.zeros(3000, DIM), "memory__shard_0__weight": torch.zeros(2000, DIM)},
+            facts("memory.weight.shard_0", "memory.shard_0.weight", "both the rows of number 0"),
+        ),
+    ],
+)
+def test_files_without_the_rows_of_the_parameter_are_refused(
+    tensors: dict[str, Tensor], sentence: str, tmp_path: Path
+) -> None:
+    named(tmp_path / "files", **tensors)
+    model = Model()
+    before = model.memory.weight.detach().clone()
+    with pytest.raises(ConfigError, match=sentence):
+        rowcast.adopt(model, "700 rows", files={NAME: tmp_path / "files"})
+    assert torch.equal(model.memory.weight, before)
+
+
+def test_a_table_of_another_dtype_or_kept_is_refused(tmp_path: Path) -> None:
+    release(tmp_path / "a")
+    with pytest.raises(ConfigError, match=facts(NAME, "torch.bfloat16")):
+        rowcast.adopt(Model().to(torch.bfloat16), "700 rows", files={NAME: tmp_path / "a"})
+    with pytest.raises(ConfigError, match=facts("keep=['memory.weight']", "never on the device as a whole")):
+        rowcast.adopt(Model(), "700 rows", keep=[NAME], files={NAME: tmp_path / "a"})
+    with pytest.raises(ConfigError, match=facts("adopt(files=['memory'])", "memory.weight")):
+        rowcast.adopt(Model(), "700 rows", files={"memory": tmp_path / "a"})
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 4096)
+
+
+def replaced(path: Path) -> None:
+    shutil.copyfile(path, path.with_suffix(".new"))
+    path.with_suffix(".new").rename(path)
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize("change", [cut, replaced, Path.unlink])
+def test_a_file_that_changes_ends_the_script_before_a_row_of_it_is_trained(
+    change: Callable[[Path], None], is_here: bool, engines: Engines, tmp_path: Path
+) -> None:
+    release(tmp_path / "a")
+    script = Script(adamw, files=tmp_path / "a")
+    script.train(0, 0 if is_here else 3)
+    change(tmp_path / "a" / "model-00002-of-00002.safetensors")
+    with pytest.raises(RowcastError, match=facts("model-00002-of-00002.safetensors")):
+        script.train(3, 12)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_row_that_is_not_finite_is_named_when_a_step_needs_it(tmp_path: Path) -> None:
+    rows = torch.zeros(ROWS, DIM)
+    rows[4321, 2] = torch.nan
+    named(tmp_path / "a", memory__weight=rows)
+    model = rowcast.adopt(Model(), "700 rows", files={NAME: tmp_path / "a"})
+    model(torch.tensor([[4320, 4322]]))
+    with pytest.raises(DataError, match=facts("a.safetensors", "row 4,321 of memory.weight", "not finite")):
+        model(torch.tensor([[4320, 4321]]))
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_such_a_table_is_left_out_of_states_and_refused_as_a_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    release(tmp_path / "a")
+    say_left_out.cache_clear()
+    script = Script(decayed, files=tmp_path / "a")
+    state = script.model.state_dict()
+    assert sorted(state) == ["top.bias", "top.weight"]
+    assert capfd.readouterr().err.count("state_dict() leaves memory.weight out") == 1
+    script.model.load_state_dict(state)
+    script.train(0, 1)
+    with pytest.raises(ConfigError, match=facts("5,000 rows of released files", "rowcast.save")):
+        script.model.memory.weight.detach().sum()
+    with pytest.raises(ConfigError, match=facts("memory.weight has 5,000 rows", '"weight_decay": 0')):
+        rowcast.save(tmp_path / "run", script.model, script.optimizer, step=1)
