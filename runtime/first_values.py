@@ -5,6 +5,7 @@ a rule all that decides them, a file its size and the checksum of a sample.
 """
 
 import os
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from rowcast.runtime.errors import DataError
 
 NUM_BLOCKS, BLOCK_BYTES = 1024, 64 * 2**10  # of a file's sample
 NUM_PAGES, PAGE_BYTES = 64, 4096  # of a released file's, of which there may be hundreds
+NamedFiles = tuple[tuple[str, int, str], ...]  # name, bytes, checksum
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -87,6 +89,11 @@ class FirstValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def files(self) -> "tuple[FirstValues | ReleasedFile, ...]":
         return self.released.files if self.released else (self,) if self.path else ()
 
+    @property
+    def named_files(self) -> "NamedFiles":
+        """The same files in any folder."""
+        return tuple((os.path.basename(file.path), file.nbytes, file.checksum) for file in self.files)
+
     def sampled(self) -> "FirstValues":
         """Returns it with the sizes and checksums of its files now. Raises DataError."""
         if self.released is not None:
@@ -103,6 +110,17 @@ class FirstValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                     f"{file.path} holds first values of a table that the checkpoint names, {file.nbytes:,} bytes with "
                     f"checksum {file.checksum}, and has {now.nbytes:,} with {now.checksum}; bring that file back"
                 )
+
+
+def other_file(was: NamedFiles, now: NamedFiles) -> str:
+    """Which file is the first that differs, as the end of a sentence; "" if none does."""
+    for pair in zip_longest(was, now):
+        if pair[0] != pair[1]:
+            there, here = (
+                "no file" if own is None else "{} of {:,} bytes with checksum {}".format(*own) for own in pair
+            )
+            return f"{there}, and now has {here}"
+    return ""
 
 
 def sample_of(path: str, num_blocks: int, block_bytes: int) -> tuple[int, str]:

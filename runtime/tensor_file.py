@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -32,9 +32,12 @@ class PlacedTensor(TensorSpec):
     start: int  # of its content in the file
 
 
-def make_header(tensors: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]]:
+def make_header(
+    tensors: Mapping[str, TensorSpec], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
     """Returns it, and where each tensor begins in the file."""
-    content, offsets, end = {}, {}, 0
+    content: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    offsets, end = dict[str, int](), 0
     for name, tensor in tensors.items():
         content[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
         offsets[name] = end

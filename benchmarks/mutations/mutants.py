@@ -1042,7 +1042,7 @@ tests/adopt/test_ruled_tables.py::test_nothing_is_drawn_and_another_seed_gives_o
         whole=tables.in_files if changes.reason else (), => whole=(),
 tests/adopt/test_released.py::test_a_table_in_files_has_the_bits_of_the_table_loaded_whole
     bfloat16 is widened by another shift
-        .astype(np.uint32) << 16) => .astype(np.uint32) << 15)
+        raw.view(np.uint16).astype(np.uint32) << 16 => raw.view(np.uint16).astype(np.uint32) << 15
 ::test_files_without_the_rows_of_the_parameter_are_refused
     files with other rows than the parameter are taken
         if total != num_rows: => if False:
@@ -1050,8 +1050,10 @@ tests/adopt/test_released.py::test_a_table_in_files_has_the_bits_of_the_table_lo
     nobody looks at released files while they are read
         self._files[file].check() => pass
 ::test_a_save_has_changed_rows_and_goes_on_with_equal_files_elsewhere
-    other released files than those of the save are taken
-        if differing is not None: => if False:
+    other released files than those of a save or an overlay are taken
+        if pair[0] != pair[1]: => if False:
+    rows are replaced from the beginning of each file
+        content[rows[chosen] - begin] => content[rows[chosen] * 0]
 tests/readers/test_file_samples.py::test_first_values_that_a_save_names_are_those_of_the_same_file
     another file is taken for the one that a save names
         (now := file.sampled()) != file: => (now := file) != file:

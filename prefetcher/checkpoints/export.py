@@ -16,7 +16,7 @@ hold only its trained rows, and one more tensor lists them:
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -79,10 +79,18 @@ def write_export(
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
     tensors = rows.tensors(groups) | ({} if dense is None else dense.tensors)
     check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
+    with whole_file(out) as file:
+        write_safetensors(file, groups, tensors, rows, dense)
+
+
+@contextmanager
+def whole_file(out: Path) -> Iterator[IO[bytes]]:
+    """A file that is in its place, and durable, once the block has ended. Raises ConfigError if it cannot be
+    written."""
     partial = partial_of(out)
     try:
         with partial.open("wb") as file:
-            write_safetensors(file, groups, tensors, rows, dense)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.rename(out)

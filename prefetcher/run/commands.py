@@ -1,4 +1,4 @@
-"""Implements `prefetcher run` and `rowcast export`, `import`, `forget` and `verify`. Each imports what it needs itself.
+"""Implements `prefetcher run`, and of `rowcast` export, overlay, import, forget and verify. Each imports what it needs.
 
 `prefetcher run` reads the job file before its other imports, to refuse a bad one at once.
 """
@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 from rich.table import Table
-from typer import Option
+from typer import Argument, Option
 
+from rowcast.job.embedding_tables import RowType
 from rowcast.job.file import load_job, load_own_job
 from rowcast.runtime.checkpoint_manifest import Manifest
 from rowcast.runtime.command_options import (
@@ -115,6 +116,29 @@ def export(
         )
     manifest = export_run(run_dir, out, checkpoint, trained_only=trained_rows, above=above)
     get_logger().info("exported", file=str(out), train_steps=manifest.train_steps, bytes=out.stat().st_size)
+
+
+def overlay(
+    source: Annotated[Path, Argument(help="A run directory; with --apply an overlay.", metavar="RUN|OVERLAY")],
+    out: Annotated[Path, Option(help="The overlay to write; with --apply a new folder.", metavar="FILE|FOLDER")],
+    dtype: Annotated[
+        str | None, Option(help="fp32, fp16 or bf16: of the rows.", show_default="that of the released files")
+    ] = None,
+    apply: Annotated[
+        Path | None, Option(help="The released files.", metavar="FOLDER", show_default="write an overlay")
+    ] = None,
+) -> None:
+    from rowcast.prefetcher.checkpoints.overlay import apply_overlay, write_overlay
+
+    if apply is not None:
+        if dtype is not None:
+            raise ConfigError("--dtype is of an overlay that is written; omit it with --apply")
+        get_logger().info("applied", folder=str(out), files_with_new_rows=apply_overlay(source, apply, out))
+        return
+    if dtype not in (None, *get_args(RowType)):
+        raise ConfigError(f"--dtype {dtype} is none of {', '.join(get_args(RowType))}")
+    num_rows = write_overlay(source, out, cast(RowType | None, dtype))
+    get_logger().info("overlay written", file=str(out), rows=num_rows, bytes=out.stat().st_size)
 
 
 def import_(

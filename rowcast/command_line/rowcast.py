@@ -36,6 +36,11 @@ SUBCOMMANDS = {
         "Write a checkpoint of a run, by default the newest valid one, as one safetensors file: tables, row "
         "state, dense weights.",
     ),
+    "overlay": Subcommand(
+        f"{CHECKPOINTS}:overlay",
+        "Write the rows that a script has changed in tables of a released model, or apply such a file to the model: "
+        "overlay OVERLAY --apply FOLDER --out NEW",
+    ),
     "import": Subcommand(
         f"{CHECKPOINTS}:import_",
         "Make a run directory whose run starts from another run's model and optimizer state, or from the rows and "

@@ -1,5 +1,6 @@
 """Tables that begin in files of a released model: `rowcast.adopt(files=...)`. The twin has the table loaded whole."""
 
+import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from torch import Tensor, nn, optim
 
 import rowcast
 from rowcast.prefetcher.checkpoints.export import export_run
+from rowcast.prefetcher.checkpoints.overlay import apply_overlay, write_overlay
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.trainer.adopt.adopt import say_left_out
 from tests.adopt.engines import Engines, drop, manifests
@@ -139,12 +141,46 @@ def test_a_save_has_changed_rows_and_goes_on_with_equal_files_elsewhere(engines:
     assert torch.equal(script.rows(), twin.rows())
     export_run(run, tmp_path / "all")
     assert torch.equal(load_file(tmp_path / "all")["embedding_bags.memory.weight.weight"], twin.rows()[:ROWS])
+    check_overlay(run, tmp_path, twin.rows()[:ROWS].to(torch.bfloat16))
     drop()
     save_file({NAME: torch.zeros(ROWS, DIM)}, tmp_path / "b" / "model-00001-of-00002.safetensors")
     (tmp_path / "b" / "model-00002-of-00002.safetensors").unlink()
     script = Script(adamw, files=tmp_path / "b")
     with pytest.raises(ConfigError, match=facts("memory.weight", "model-00001-of-00002.safetensors", "19,392 bytes")):
         rowcast.restore(run, script.model, script.optimizer)
+
+
+def check_overlay(run: Path, folder: Path, whole: Tensor) -> None:
+    """`whole`: as the released files have it after training."""
+    (folder / "b" / "config.json").write_text("{}")
+    overlay, first, new = folder / "o.safetensors", torch.cat(pieces_of(folder / "b")), folder / "new"
+    num_rows = write_overlay(run, overlay)
+    assert num_rows == int((first.view(torch.int16) != whole.view(torch.int16)).any(1).sum())
+    assert load_file(overlay)[NAME].dtype == torch.bfloat16
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "rename", failing)
+        with pytest.raises(ConfigError, match=facts("--out", "No space left")):
+            apply_overlay(overlay, folder / "b", new)
+    assert sorted(path.name for path in folder.iterdir() if "new" in path.name) == []
+    assert apply_overlay(overlay, folder / "b", new) == 2
+    assert torch.equal(torch.cat(pieces_of(new)).view(torch.int16), whole.view(torch.int16))
+    assert (new / "config.json").samefile(folder / "b" / "config.json")
+    write_overlay(run, folder / "f32.safetensors", "fp32")
+    apply_overlay(folder / "f32.safetensors", folder / "b", folder / "again")
+    assert all(map(torch.equal, pieces_of(folder / "again"), pieces_of(new)))
+    with pytest.raises(ConfigError, match=facts("the overlay is for model-00001-of-00002.safetensors", "--apply")):
+        apply_overlay(overlay, new, folder / "twice")
+    with pytest.raises(DataError, match=facts("model-00001-of-00002.safetensors", "no overlay")):
+        apply_overlay(new / "model-00001-of-00002.safetensors", folder / "b", folder / "twice")
+
+
+def failing(path: Path, target: Path) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def pieces_of(folder: Path) -> list[Tensor]:
+    tensors = {name: rows for path in folder.glob("*.safetensors") for name, rows in load_file(path).items()}
+    return [tensors[f"memory.shard_{n}.weight"] for n in range(len(PIECES))]
 
 
 # bad input

@@ -39,7 +39,7 @@ from rowcast.runtime.checkpoint_manifest import (
     read_manifest,
 )
 from rowcast.runtime.errors import ConfigError, Diverged, RowcastError, listed, peer_failure
-from rowcast.runtime.first_values import FirstValues
+from rowcast.runtime.first_values import FirstValues, other_file
 from rowcast.runtime.process import start_child
 from rowcast.runtime.tensor_file import PlacedTensor, read_header
 from rowcast.trainer.adopt import records
@@ -228,18 +228,9 @@ def given_again(saved: SavedTable, home: Home, folder: str | Path) -> tuple[Firs
     if weights.released is None and now.released is None:
         return saved.first
     now = now.sampled() if now.released else now
-    was, files = (
-        [(Path(file.path).name, file.nbytes, file.checksum) for file in each.files] for each in (weights, now)
-    )
-    differing = next((pair for pair in zip_longest(was, files) if pair[0] != pair[1]), None)
-    if differing is not None:
-        there, here = (
-            "no released file" if file is None else f"{file[0]} of {file[1]:,} bytes with checksum {file[2]}"
-            for file in differing
-        )
+    if differs := other_file(weights.named_files, now.named_files):
         raise ConfigError(
-            f"restore: the rows of {saved.name} in {folder} began in {there}, and adopt(files=...) has {here}; give "
-            "adopt the files of the save"
+            f"restore: the rows of {saved.name} in {folder} began in {differs}; give adopt(files=...) those of the save"
         )
     return now, *others
 
