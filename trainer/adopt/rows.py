@@ -56,9 +56,7 @@ class Home:
         self._num_files = 0
         self.num_changes = 0  # by the script, beside its optimizer
         place: FirstValues | None = getattr(weights, "first", None) or place_of(weights)
-        # nothing takes memory or disk by its rows unless the script reads it whole
-        self.is_large = is_large(len(weights)) or (place is not None and place.is_on_demand)
-        num_marks = 0 if self.is_large else len(weights)
+        num_marks = 0 if is_large(len(weights)) or (place is not None and place.is_on_demand) else len(weights)
         self._is_moving = np.zeros(num_marks, np.bool_)  # rows that a step moves without a gradient
         self._at_rest: tuple[Records, Records] | None = None  # a row that was never trained, now and at first
         self.unsaved = UnsavedRows(num_marks)
@@ -117,6 +115,11 @@ class Home:
         change(rows.field(field.name))
         self.write(ids, rows)
         self.num_changes += 1
+
+    @property
+    def is_large(self) -> bool:
+        """Whether nothing takes memory or disk by its rows, unless the script reads it whole."""
+        return is_large(len(self.here.first.lasts)) or self.is_on_demand
 
     @property
     def is_on_demand(self) -> bool:
