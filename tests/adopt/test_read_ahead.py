@@ -21,6 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from rowcast.runtime.errors import ConfigError
 from rowcast.trainer.adopt.id_program import TableKey
 from tests.adopt.looked_up import Bench
+from tests.support.repeats import count
 
 DRAWS: dict[str, Callable[[], float]] = {
     "torch": lambda: float(torch.rand(())),
@@ -633,7 +634,7 @@ def test_a_step_that_fails_leaves_nothing_recording(bench: Bench) -> None:
     assert bench.num_foreseen >= 6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count(20, 300), deadline=None)
 @given(st.data())
 def test_random_scripts_get_their_batches_and_foreseen_ids_are_real(data: st.DataObject) -> None:
     """Loaders of any depth, left and begun again, with steps that skip, repeat and change look-ups."""
