@@ -23,7 +23,7 @@ import pytest
 from tests.support.jobs import job_content, write_job
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("rowcast", "runtime", "job", "protocol", "prefetcher", "trainer", "deploy")
+ROOMS = ("rowcast", "runtime", "job", "protocol", "prefetcher", "trainer", "deploy", "benchmarks")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = {
     title: text
