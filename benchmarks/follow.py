@@ -1,10 +1,11 @@
 """Does a run that follows a folder end with the bits of a replay, whatever is killed while files arrive?
 
-    python -m benchmarks.follow [--kills 40] [--ways 5]
+    python -m benchmarks.follow [--kills 40] [--ways 8]
 
 Files arrive, and all processes of the run are killed: half of the times between a file's arrival and its checkpoint,
-else at random. Files that lie before all checkpoints are removed. Then END comes, the run ends, and the ordinary job
-trains a folder of all files. Kills are divided among the ways. Counts those of ways whose losses, trained rows, their
+else at random. Files that lie before all checkpoints are removed, and after every second kill `rowcast forget` runs.
+Then END comes, the run ends, and the ordinary job trains a folder of all files, with a `forget` at the same steps.
+Kills are divided among the ways. Counts those of ways whose losses, trained rows, their
 state and dense weights are equal, byte for byte.
 """
 
@@ -20,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Self
 
@@ -29,10 +30,15 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from benchmarks.machine import machine, write_result
+from rowcast.prefetcher.checkpoints.forget import forget_rows
 from rowcast.runtime.checkpoint_manifest import TrainingData, read_manifest
+from tests.support.redis_server import RedisServer
 
 MARK = "ROWCAST_FOLLOW"
-ROWS, BATCH_SIZE, FIRST_FILES, FILES_OF_A_KILL = 700, 128, 7, 14  # of a file, of a batch; there at the start
+ROWS, BATCH_SIZE = 700, 128  # of each file, of each batch
+FIRST_FILES = 7  # before the run starts: enough for the 32 batches that a first start awaits
+FILES_OF_A_KILL = 14  # at most so many arrive before the checkpoint that a kill waits for
+UNTRAINED_FOR = 40  # train steps, of each `forget`
 EVERY_S = 0.4  # between two files
 LIMIT_S = 600.0
 
@@ -50,7 +56,12 @@ WAYS = (
     Way(ranks=2, workers=3),
     Way(ranks=2, store="tiered"),
     Way(workers=3, shuffle="window:500"),
+    Way(store="redis"),
+    Way(ranks=2, workers=3, store="redis"),
+    Way(ranks=2),
 )
+
+STORES: dict[str, dict[str, str]] = {"memory": {}, "tiered": {"memory": "2GiB"}, "redis": {"memory": "2GiB"}}
 
 
 class Outcome(NamedTuple):
@@ -59,6 +70,7 @@ class Outcome(NamedTuple):
     losses_differ: int
     exports_equal: bool
     removed: int  # files that left while the run followed
+    forgotten: int  # rows, as `rowcast forget` counts them
     listed: int  # files in the last manifest
 
     @property
@@ -66,7 +78,7 @@ class Outcome(NamedTuple):
         return not self.losses_differ and self.exports_equal
 
 
-def job_content(way: Way, folder: Path, name: str, *, follow: bool) -> dict[str, Any]:
+def job_content(way: Way, folder: Path, name: str, url: str, *, follow: bool) -> dict[str, Any]:
     def table(column: str) -> dict[str, Any]:
         return {"name": column, "num_embeddings": 2**40, "embedding_dim": 8, "features": [column]}
 
@@ -85,7 +97,7 @@ def job_content(way: Way, folder: Path, name: str, *, follow: bool) -> dict[str,
         "optimizer": {"sparse": {"kind": "adagrad", "lr": 0.05}, "dense": {"kind": "sgd", "lr": 0.05}},
         "cache": {"capacity": "96KiB"},
         "lookahead": {"depth": 2},
-        "store": {"kind": way.store} | ({"memory": "2GiB"} if way.store == "tiered" else {}),
+        "store": {"kind": way.store} | STORES[way.store] | ({"url": url} if way.store == "redis" else {}),
         "checkpoint": {"every": "1s"},
         "ranks": {"count": way.ranks},
         "prefetcher": {"workers": way.workers},
@@ -125,11 +137,12 @@ class FilesThatArrive:
 class FollowingRun:
     """`rowcast train`, and all processes that it has started. A context manager that ends them."""
 
-    def __init__(self, config: Path, log: Path) -> None:
+    def __init__(self, config: Path, log: Path, *options: str) -> None:
+        """`options`: of `rowcast train`."""
         self._mark = uuid.uuid4().hex
         with log.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rowcast", "train", "--config", str(config)],
+                [sys.executable, "-m", "rowcast", "train", "--config", str(config), *options],
                 stdout=out, stderr=out, stdin=subprocess.DEVNULL, start_new_session=True,
                 env={**os.environ, MARK: self._mark},
             )  # fmt: skip
@@ -141,7 +154,9 @@ class FollowingRun:
         self.kill()
 
     def kill(self) -> None:
-        while pids := list(self._alive()):
+        killed = set[int]()
+        while (pids := list(self._alive())) or any(map(has_files, killed)):
+            killed.update(pids)
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -156,15 +171,29 @@ class FollowingRun:
                     yield int(entry.name)
 
 
+def has_files(pid: int) -> bool:
+    """Whether a process that was killed still holds files, and so its locks."""
+    with suppress(OSError):
+        return bool(os.listdir(f"/proc/{pid}/fd"))
+    return False
+
+
 def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(own.parent for own in run_dir.glob("checkpoints/step-*/manifest.json"))
 
 
 def followed(way: Way, kills: int, folder: Path, draw: random.Random) -> Outcome:
     """Follows, is killed, and replays in `folder`. Raises RuntimeError if a run does not end well."""
+    with RedisServer(folder / "redis") if way.store == "redis" else nullcontext() as server:
+        return followed_on(way, kills, folder, draw, "" if server is None else server.url_text)
+
+
+def followed_on(way: Way, kills: int, folder: Path, draw: random.Random, url: str) -> Outcome:
+    """`url`: of a Redis server, where the way needs one."""
     files, until_s = FilesThatArrive(folder), time.monotonic() + LIMIT_S
     config, log, run_dir = folder / "follow.json", folder / "follow.log", folder / "follow"
-    write_config(config, job_content(way, folder, "follow", follow=True))
+    write_config(config, job_content(way, folder, "follow", url, follow=True))
+    forgets, forgotten = list[int](), 0
     for _ in range(FIRST_FILES):
         files.arrive()
     for killed in range(kills):
@@ -182,12 +211,19 @@ def followed(way: Way, kills: int, folder: Path, draw: random.Random) -> Outcome
                 raise RuntimeError(f"the run ended with code {run.process.returncode}: {log.read_text()[-2000:]}")
         for oldest in checkpoints(run_dir)[:1]:
             files.remove(read_data(oldest).last_before)
+        if killed % 2:
+            manifest, rows = forget_rows(run_dir, UNTRAINED_FOR)
+            forgets.append(manifest.train_steps)
+            forgotten += rows
     files.arrive()
     (files.arriving / "END").touch()
     await_end(config, log)
-    write_config(folder / "replay.json", job_content(way, folder, "replay", follow=False))
+    write_config(folder / "replay.json", job_content(way, folder, "replay", url, follow=False))
+    for train_steps in forgets:
+        await_end(folder / "replay.json", folder / "replay.log", "--max-steps", str(train_steps))
+        forget_rows(folder / "replay", UNTRAINED_FOR)
     await_end(folder / "replay.json", folder / "replay.log")
-    return compared(folder, kills, files.removed, len(read_data(checkpoints(run_dir)[-1]).files))
+    return compared(folder, kills, files.removed, forgotten, len(read_data(checkpoints(run_dir)[-1]).files))
 
 
 def read_data(checkpoint: Path) -> TrainingData:
@@ -200,23 +236,23 @@ def write_config(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-def await_end(config: Path, log: Path) -> None:
-    with FollowingRun(config, log) as run:
+def await_end(config: Path, log: Path, *options: str) -> None:
+    with FollowingRun(config, log, *options) as run:
         code = run.process.wait(LIMIT_S)
     if code:
         raise RuntimeError(f"the run ended with code {code}: {log.read_text()[-2000:]}")
 
 
-def compared(folder: Path, kills: int, removed: int, listed: int) -> Outcome:
+def compared(folder: Path, kills: int, removed: int, forgotten: int, listed: int) -> Outcome:
     losses = [np.fromfile(folder / name / "losses.f32", np.uint32) for name in ("follow", "replay")]
     exports = []
     for name in ("follow", "replay"):
         out = folder / f"{name}.safetensors"
         command = [sys.executable, "-m", "rowcast", "export", "--run", str(folder / name), "--out", str(out)]
         subprocess.run([*command, "--trained-rows"], check=True, capture_output=True)
-        exports.append(out.read_bytes())  # of dense weights, rows and their state
+        exports.append(out.read_bytes())  # it holds the dense weights, and the rows with their state
     differ = len(losses[1]) if len(losses[0]) != len(losses[1]) else int((losses[0] != losses[1]).sum())
-    return Outcome(kills, len(losses[1]), differ, exports[0] == exports[1], removed, listed)
+    return Outcome(kills, len(losses[1]), differ, exports[0] == exports[1], removed, forgotten, listed)
 
 
 def main() -> int:
@@ -226,7 +262,7 @@ def main() -> int:
     asked = parser.parse_args()
     ways, outcomes = WAYS[: asked.ways], list[Outcome]()
     print(machine())
-    print("ranks decoders store    shuffle     kills  steps losses differ   export files left listed")
+    print("ranks decoders store    shuffle     kills  steps losses differ   export files left rows forgotten listed")
     for number, way in enumerate(ways):
         kills = (asked.kills + len(ways) - 1 - number) // len(ways)
         with tempfile.TemporaryDirectory() as folder:
@@ -235,7 +271,8 @@ def main() -> int:
         result = "equal" if outcome.exports_equal else "DIFFERS"
         print(
             f"{way.ranks:5d} {way.workers:8d} {way.store:8s} {way.shuffle:10s} {outcome.kills:5d} {outcome.steps:6d} "
-            f"{outcome.losses_differ:13d} {result:>8s} {outcome.removed:10d} {outcome.listed:6d}",
+            f"{outcome.losses_differ:13d} {result:>8s} {outcome.removed:10d} {outcome.forgotten:14d} "
+            f"{outcome.listed:6d}",
             flush=True,
         )
     equal = sum(outcome.kills for outcome in outcomes if outcome.is_equal)

@@ -25,7 +25,8 @@ BATCH = "batch"
 DecimalMark = Literal["", ".", ","]
 
 Clock = Literal["", "hour", "weekday", "days"]
-CLOCK_BOUNDS = {"hour": [*map(float, range(1, 24))], "weekday": [*map(float, range(1, 7))]}  # of the ids of a feature
+# a feature of a clock has an id for each hour or weekday: these are the borders between two ids
+CLOCK_BOUNDS = {"hour": [*map(float, range(1, 24))], "weekday": [*map(float, range(1, 7))]}
 
 LabelValues = Literal["binary", "real", "none"]
 
@@ -46,7 +47,7 @@ class Prepare(Section, frozen=True, kw_only=True):
     # how times are written, such as `"%d/%b/%Y:%H:%M:%S %z"`; by default as in ISO 8601, or as the seconds,
     # milliseconds, microseconds or nanoseconds since 1970
     time: str = ""
-    since: str = "1970-01-01"  # of `days`
+    since: str = "1970-01-01"  # the date that `days` count from
     fill: float | None = None  # the number for a missing value
     least: float | None = None  # a smaller number becomes this
     log1p: bool = False  # log(1 + x), of numbers above -1

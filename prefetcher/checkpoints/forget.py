@@ -25,8 +25,8 @@ from rowcast.runtime.disk import Disk, seal
 from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.run_directory import RunDirectory, pair_folder
 
-LEAST_VERSION = 4  # of a manifest
-MARKS = 4  # within the steps for which rows stay, at most so many and one
+LEAST_VERSION = 4  # older manifests cannot be changed
+MARKS = 4  # at most MARKS + 1 marks within `untrained_for` steps: layers with other marks are never merged
 
 
 def forget_rows(run_dir: Path, untrained_for: int) -> tuple[Manifest, int]:

@@ -54,7 +54,6 @@ from rowcast.protocol.messages import (
 )
 from rowcast.protocol.parts import belonging
 from rowcast.protocol.transport.ring import RingReader, RingWriter
-from rowcast.runtime.checkpoint_manifest import Position
 from rowcast.runtime.stages import IDLE_WAIT_S, Period, Stage, Wakes
 
 Thread = Literal["mail", "planning", "staging", "fetcher", "write-back"]
@@ -106,7 +105,6 @@ class PrefetcherEngine:
         groups, send = group_specs(job), conversation.send
         self.hello: Hello | None = None
         self.peer_left = False
-        self.on_done: Callable[[Position], None] = lambda position: None  # after the steps of each plan
         self.wake_after: Callable[[object], None] = lambda cause: None
         self._period = Period()  # of plans
         self._data_waits = 0  # looks of the watch that found nothing to do but wait for a file
@@ -302,7 +300,6 @@ class PrefetcherEngine:
 
     def _plan_done(self, message: PlanDone) -> None:
         self.fetcher.plan_done(message.plan)
-        self.on_done(self.planning.due.position_after(self.fetcher.step_done))
         self._period.ended(time.perf_counter())
         self.counters.progressed()
 

@@ -27,7 +27,8 @@ from rowcast.runtime.errors import DataError
 DAY = 86400
 THURSDAY = 3  # 1970-01-01
 NUMBER, ZONED = rb"\s*\d+(?:\.\d*)?\s*", re.compile(rb":.*[Zz+-]")  # in text
-UNITS = ((1e11, 1), (1e14, 1e3), (1e17, 1e6), (np.inf, 1e9))  # below this, so many make a second
+# (limit, units in a second): a number below 1e11 counts seconds, one below 1e14 milliseconds, and so on
+UNITS = ((1e11, 1), (1e14, 1e3), (1e17, 1e6), (np.inf, 1e9))
 
 
 def is_time(kind: Any) -> bool:

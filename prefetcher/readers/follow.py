@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+import xxhash
 from msgspec.structs import replace
 
 from rowcast.job.formats import format_of
@@ -71,6 +72,12 @@ class ReadFile(NamedTuple):
     file: DataFile
     rows: range  # counted over all files
     finished_s: float  # its time of change, in seconds since 1970
+
+
+def checksum_of(files: Sequence[ReadFile]) -> int:
+    """Returns a number by which ranks see whether they have read the same files; 0 for none."""
+    texts = [f"{read.file.checksum} {read.rows.start}" for read in files]
+    return xxhash.xxh3_64_intdigest(" ".join(texts).encode()) if files else 0
 
 
 class Arrivals:

@@ -65,6 +65,7 @@ class SourceCounters:
     invalid_ids: int = 0  # replaced under data.on_invalid_id, in the batches delivered
     queue_depth: int = 0  # batches decoded and waiting
     awaits_file: bool = False  # the decoder of the next batch waits for one (data.follow)
+    files: int = 0  # a checksum of the files of the batch delivered last (data.follow)
 
 
 class BatchStream(Protocol):
@@ -234,7 +235,8 @@ class RankSource:
     """
 
     def __init__(self, source: Source, rank: Rank, of: Belonging) -> None:
-        self.checksum = 0  # of all samples of what was polled last, if it came whole; else 0
+        # of what was polled last: of its files (data.follow), or of all its samples if it came whole; else 0
+        self.checksum = 0
         self.whole: Lookups  # as the ids that were polled last came: of all samples, if this rank reads these
         self.belonging = of
         self._source, self._rank = source, rank
@@ -247,11 +249,12 @@ class RankSource:
         if ids is None:
             return None
         batch = self.whole = ids.batch
+        files = self._source.counters.files
         if batch.others or self._rank.count == 1:
-            self.checksum = 0
+            self.checksum = files
             self._cuts.append(None)
             return ids
-        self.checksum = int(ids_checksum(batch), 16)
+        self.checksum = files or int(ids_checksum(batch), 16)
         samples = samples_of(batch.size, self._rank)
         self._cuts.append((batch.size, arrays_of_samples(batch, samples, self.belonging)))
         own = ids_of_samples(batch, samples, self.belonging.batch_positions)

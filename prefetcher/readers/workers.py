@@ -38,7 +38,7 @@ from structlog.typing import EventDict, WrappedLogger
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
 from rowcast.prefetcher.readers.data_files import FileState, file_state
-from rowcast.prefetcher.readers.follow import Arrivals, FilesRead, ReadFile, open_followed
+from rowcast.prefetcher.readers.follow import Arrivals, FilesRead, ReadFile, checksum_of, open_followed
 from rowcast.prefetcher.readers.reader import Columns, Part, Reader, can_share, open_reader, places, stream_columns
 from rowcast.prefetcher.readers.shared_arrays import ArrayReceiver, ArraySender
 from rowcast.prefetcher.readers.source import Source, SourceCounters, SourceInfo, source_info
@@ -388,6 +388,7 @@ class DecodedStream:
         assert step == self._next_step, f"decoder {index} gave step {step}, but step {self._next_step} follows"
         self._next_step += 1
         self._read.add(delivery.files)
+        self.counters.files = checksum_of(delivery.files)
         self._show(index, delivery)
         self.counters.invalid_ids += delivery.invalid_ids - self._invalid_ids[index]
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s

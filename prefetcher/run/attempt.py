@@ -120,8 +120,7 @@ class PrefetcherAttempt:
             connection.open()
             stack.callback(self._source.close)
             try:
-                counters = self._source.counters
-                connection.watch(lambda: counters.batches + (0 if self._writer is None else self._writer.work))
+                connection.watch(self._followed_work if self._job.data.follow else self._work)
                 self._source.start()
                 measured = self._measure()
                 if self._run.signals.stop_reason is None:
@@ -141,6 +140,17 @@ class PrefetcherAttempt:
                     # both processes end with the first error's sentence; it usually caused this one
                     self._log.warning("the checkpoint in progress was lost", error=str(later))
                 raise
+
+    def _work(self) -> int:
+        return self._source.counters.batches + (0 if self._writer is None else self._writer.work)
+
+    def _followed_work(self) -> int:
+        """Notes each second which files are trained."""
+        engine = self._connection.engine
+        assert engine is not None, "the watch asks for the progress of an engine"
+        position = engine.planning.due.position_after(engine.fetcher.step_done)
+        self._source.read.trained(position.train_batch * self._job.data.batch_size)
+        return self._work()
 
     @property
     def point(self) -> StartingPoint:
@@ -186,7 +196,7 @@ class PrefetcherAttempt:
         folder = self._run.tables.folder if has_tier else None
         warm_up(tiers_in=folder, is_divided=self._run.rank.is_divided)  # while the child starts
         measured: list[ScheduledBatch] = []
-        num_measured = self._num_measured
+        num_measured, told = self._num_measured, -1
         while len(measured) < num_measured and not self._source.ended and self._run.signals.stop_reason is None:
             self._crew.check()
             try:
@@ -196,6 +206,9 @@ class PrefetcherAttempt:
                     raise
                 break  # the plan stream ends there, after these batches
             if batch is None:
+                if self._source.counters.awaits_file and told < len(measured):
+                    told = len(measured)
+                    self._log.info(f"{told} of the first {num_measured} batches are here; training waits for all")
                 self._run.signals.bell.wait(IDLE_WAIT_S)
             else:
                 measured.append(batch)
@@ -266,8 +279,6 @@ class PrefetcherAttempt:
         every_seconds = self._job.checkpoint.every_seconds
         if every_seconds is not None and self._run.shard.number == 0 and self._run.options.mode != "eval":
             engine.planning.due.clock = CheckpointClock(every_seconds)
-        size = self._job.data.batch_size
-        engine.on_done = lambda position: self._source.read.trained(position.train_batch * size)
         connection.start(engine, {} if self._writer is None else {"checkpoint": self._writer.advance})
         connection.drive(engine, run.on_training, self._is_over)
         if self._writer is not None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from rowcast.job.schema import Job
 from rowcast.prefetcher.readers import follow
 from rowcast.prefetcher.readers.data_files import files_of
-from rowcast.prefetcher.readers.follow import Arrivals, FilesRead, ReadFile, open_followed
+from rowcast.prefetcher.readers.follow import Arrivals, FilesRead, ReadFile, checksum_of, open_followed
 from rowcast.prefetcher.readers.reader import Reader, open_reader, schedule, whole_batch
 from rowcast.protocol.batch import Batch
 from rowcast.runtime.checkpoint_manifest import NOTHING_READ, DataFile, TrainingData
@@ -243,6 +243,8 @@ def test_files_wait_until_their_last_row_is_trained(tmp_path: Path) -> None:
     for number in range(4):
         write_parquet(folder / f"f{number}.parquet", 30, seed=number)
     _, read = batches_and_files(job, 3)  # of the first two files
+    [first, second] = read._files.values()
+    assert len({checksum_of(files) for files in ([], [first], [second], [second._replace(rows=range(9))])}) == 4
     assert (read.num_waiting(job), read.delay_s) == (4, None)
     read.trained(40)
     assert read.num_waiting(job) == 3

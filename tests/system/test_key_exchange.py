@@ -311,6 +311,16 @@ def short(scheduled: ScheduledBatch) -> Any:
     return type(scheduled.batch).of(replace(ids.batch, others=0), dense)
 
 
+def test_other_files_are_noticed_where_nobody_reads_all() -> None:
+    first, second = two()
+    for number, own in enumerate((first, second)):
+        own.source._source.counters.files = 1 + number
+        own.add()
+    for own in (first, second):
+        with pytest.raises(Mismatch, match=facts("rank 1 reads other batches than rank 0", "step 0", "files")):
+            own.take_late()
+
+
 def test_data_that_ends_for_one_rank_alone_is_noticed_by_both() -> None:
     first, second = two()
     first.add()
