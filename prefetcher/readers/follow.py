@@ -186,9 +186,10 @@ class FollowedFiles:
         self._expected = deque(known.files)  # that the run had read, in order, and that were not opened yet
         self._ended = False
         self.files, self.paths, self.bounds = list[FollowedFile](), list[Path](), np.array([known.rows_before])
-        if not self.grow():
+        if not self.grow() and not known.last_before:
             raise DataError(f"data.path: {path} has the file {END} and no file with rows; add some")
-        self.first = self.files[0].rows  # which all other files must be like
+        # which all other files must be like; if all rows were trained before a restart, that of the last file
+        self.first = self.files[0].rows if self.files else rows_of([Path(path, PurePath(known.last_before).name)])
 
     @property
     def num_rows(self) -> int:

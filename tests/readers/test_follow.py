@@ -1,7 +1,9 @@
 """A folder into which files arrive gives the batches of the finished folder, whenever they arrive."""
 
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import suppress
+from itertools import count, islice
+from os import listdir
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,53 @@ def test_a_restart_goes_on_without_the_files_before_it(tmp_path: Path) -> None:
     later = followed(job, iter(()), kept)
     assert same_batch(whole_batch(next(later.pending("train", 0, 4))), batches[4])
     assert len(list(later.pending("train", 0, 4))) == 4
+
+
+class KilledError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("side", ["before", "after"])
+def test_killed_on_either_side_of_any_listing_a_run_reads_each_row_once(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = parquet_job(tmp_path / "finished", batch_size=20, follow=False)
+    for number in range(4):
+        write_parquet(tmp_path / "finished" / f"f{number}.parquet", 30, seed=number)
+    expected = batches_of(finished, open_reader(finished))
+    for killed in range(40):
+        folder = tmp_path / f"killed-{killed}"
+        job = parquet_job(folder, batch_size=20)
+        steps, batches, read = arriving(files_of(finished, "path"), folder), list[Batch](), FilesRead(NOTHING_READ)
+        listings = count()
+
+        def listed(path: Path, listings: Iterator[int] = listings, killed: int = killed) -> list[str]:
+            is_killed = next(listings) == killed
+            if is_killed and side == "before":
+                raise KilledError
+            names = listdir(path)
+            if is_killed:
+                raise KilledError
+            return names
+
+        with monkeypatch.context() as patched:
+            patched.setattr("rowcast.prefetcher.readers.follow.os.listdir", listed)
+            with suppress(KilledError):
+                take_all(job, steps, batches, read, NOTHING_READ)
+        if next(listings) <= killed:
+            break
+        known = read.trained_on(len(batches) * 20)
+        take_all(job, steps, batches, FilesRead(known), known)
+        assert len(batches) == len(expected)
+        assert all(same_batch(*pair) for pair in zip(batches, expected, strict=True))
+    assert killed > 10
+
+
+def take_all(job: Job, steps: Iterator[Any], batches: list[Batch], read: FilesRead, known: TrainingData) -> None:
+    arrivals = Arrivals(known, lambda: next(steps))
+    for pending in open_followed(job, "all", arrivals).pending("train", 0, len(batches)):
+        batches.append(whole_batch(pending))
+        read.add(arrivals.files)
 
 
 def test_an_empty_folder_that_has_ended_has_no_file_with_rows(tmp_path: Path) -> None:
