@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple, Self
 
@@ -32,7 +32,8 @@ from pyarrow import parquet as pq
 from benchmarks.machine import machine, write_result
 from rowcast.prefetcher.checkpoints.forget import forget_rows
 from rowcast.runtime.checkpoint_manifest import TrainingData, read_manifest
-from tests.support.redis_server import RedisServer
+from rowcast.serving.model import Model
+from tests.support.redis_server import COMMAND, RedisServer
 
 MARK = "ROWCAST_FOLLOW"
 ROWS, BATCH_SIZE = 700, 128  # of each file, of each batch
@@ -48,6 +49,7 @@ class Way(NamedTuple):
     workers: int = 1
     store: str = "memory"
     shuffle: str = "none"
+    publishes: bool = False  # `rowcast publish --every 1s` runs beside, and its last version must hold the last step
 
 
 WAYS = (
@@ -56,9 +58,8 @@ WAYS = (
     Way(ranks=2, workers=3),
     Way(ranks=2, store="tiered"),
     Way(workers=3, shuffle="window:500"),
-    Way(store="redis"),
-    Way(ranks=2, workers=3, store="redis"),
-    Way(ranks=2),
+    Way(ranks=2, publishes=True),
+    *((Way(store="redis"), Way(ranks=2, workers=3, store="redis")) if COMMAND else ()),
 )
 
 STORES: dict[str, dict[str, str]] = {"memory": {}, "tiered": {"memory": "2GiB"}, "redis": {"memory": "2GiB"}}
@@ -109,18 +110,20 @@ def job_content(way: Way, folder: Path, name: str, url: str, *, follow: bool) ->
 class FilesThatArrive:
     """Each is in `finished` too, from where none leaves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rows: int = ROWS) -> None:
+        """`rows`: of each file."""
         self.number = self.removed = 0
+        self._rows = rows
         self._finished, self.arriving = folder / "finished", folder / "arriving"
         for own in (self._finished, self.arriving):
             own.mkdir()
 
     def arrive(self) -> None:
         draw, name = np.random.default_rng(self.number), f"f{self.number:06d}.parquet"
-        user = draw.zipf(1.3, ROWS) % 5000 + self.number * 40  # births for ever
-        item = draw.zipf(1.2, ROWS) % 3000 + self.number * 10
+        user = draw.zipf(1.3, self._rows) % 5000 + self.number * 40  # births for ever
+        item = draw.zipf(1.2, self._rows) % 3000 + self.number * 10
         label = ((user * 7 + item * 3) % 11 < 3).astype(np.int8)
-        columns = {"label": label, "price": draw.random(ROWS, np.float32), "user": user, "item": item}
+        columns = {"label": label, "price": draw.random(self._rows, np.float32), "user": user, "item": item}
         pq.write_table(pa.table(columns), self._finished / name)
         shutil.copyfile(self._finished / name, self.arriving / f".{name}")
         (self.arriving / f".{name}").rename(self.arriving / name)
@@ -190,6 +193,31 @@ def followed(way: Way, kills: int, folder: Path, draw: random.Random) -> Outcome
 
 def followed_on(way: Way, kills: int, folder: Path, draw: random.Random, url: str) -> Outcome:
     """`url`: of a Redis server, where the way needs one."""
+    with publisher(folder) if way.publishes else nullcontext():
+        outcome = killed_and_replayed(way, kills, folder, draw, url)
+        until_s = time.monotonic() + LIMIT_S
+        while way.publishes and published_steps(folder) != outcome.steps:
+            if time.monotonic() > until_s:
+                raise RuntimeError(f"the version has {published_steps(folder)} steps, the run {outcome.steps}")
+            time.sleep(EVERY_S)
+    return outcome
+
+
+@contextmanager
+def publisher(folder: Path) -> Iterator[None]:
+    (folder / "follow").mkdir()
+    command = [sys.executable, "-m", "rowcast", "publish", "--run", str(folder / "follow"), "--every", "1s"]
+    options = ["--to", str(folder / "served"), "--metrics", "127.0.0.1:0"]
+    with (folder / "publish.log").open("wb") as log, subprocess.Popen([*command, *options], stderr=log) as process:
+        yield
+        process.terminate()
+
+
+def published_steps(folder: Path) -> int:
+    return Model(folder / "served").version.position.train_step if (folder / "served" / "CURRENT").exists() else 0
+
+
+def killed_and_replayed(way: Way, kills: int, folder: Path, draw: random.Random, url: str) -> Outcome:
     files, until_s = FilesThatArrive(folder), time.monotonic() + LIMIT_S
     config, log, run_dir = folder / "follow.json", folder / "follow.log", folder / "follow"
     write_config(config, job_content(way, folder, "follow", url, follow=True))

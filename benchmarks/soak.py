@@ -20,6 +20,7 @@ SUITES = (  # the longest first
     "tests/simulation",
     "tests/hostile",
     "tests/system/test_exact.py",
+    "tests/system/test_follow.py",  # follows, publishes and forgets under kills: benchmarks/follow.py
     "tests/system/test_two_processes.py",
     "tests/system/test_rank_processes.py",
     "tests/system/test_group_stops.py",

@@ -1,0 +1,177 @@
+"""What does following a folder cost, and how late are rows served?
+
+    python -m benchmarks.follow_costs [waits] [serving] [price] [flat]
+
+waits      whole batches that lie in the folder untrained, beyond `lookahead.horizon`, once nothing arrives
+serving    from a file's rename until `Model.refresh` sees a step after its last batch, with checkpoint.every = "1s" and
+           `rowcast publish --every 1s`: seconds, and checkpoints made since that step
+price      processor seconds of a followed run over files that are all there, over those of the ordinary job
+flat       bytes of the last manifest, its files, and the prefetcher's memory, for 20 times as many files that leave
+"""
+
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.follow import (
+    BATCH_SIZE,
+    FIRST_FILES,
+    ROWS,
+    FilesThatArrive,
+    FollowingRun,
+    Way,
+    await_end,
+    checkpoints,
+    job_content,
+    read_data,
+    write_config,
+)
+from benchmarks.machine import machine, write_result
+from rowcast.runtime.checkpoint_manifest import read_manifest
+from rowcast.serving.model import Model
+
+DEPTH, QUIET_S, LIMIT_S = 2, 8.0, 300.0
+SERVED, PRICED_FILES, PRICED_ROWS, ROUNDS = 6, 30, 20_000, 2
+
+
+def write_job(folder: Path, way: Way, name: str = "follow", *, follow: bool = True) -> Path:
+    write_config(folder / f"{name}.json", job_content(way, folder, name, "", follow=follow))
+    return folder / f"{name}.json"
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [read_manifest(checkpoint).train_steps for checkpoint in checkpoints(run_dir)]
+
+
+def settled_steps(run_dir: Path) -> int:
+    """Returns the train steps of the newest checkpoint once none has been made for long."""
+    steps, until_s = 0, time.monotonic() + LIMIT_S
+    quiet_s = time.monotonic()
+    while (not steps or time.monotonic() - quiet_s < QUIET_S) and time.monotonic() < until_s:
+        newest = max(steps_of(run_dir), default=0)
+        if newest != steps:
+            steps, quiet_s = newest, time.monotonic()
+        time.sleep(0.5)
+    return steps
+
+
+def waits() -> dict[str, int]:
+    beyond = {}
+    for way in (Way(), Way(workers=3), Way(ranks=2), Way(ranks=2, workers=3)):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            files = FilesThatArrive(folder)
+            for _ in range(FIRST_FILES + 3):
+                files.arrive()
+            with FollowingRun(write_job(folder, way), folder / "log"):
+                whole = files.number * ROWS // BATCH_SIZE
+                beyond[f"{way.ranks} ranks, {way.workers} decoders"] = (
+                    whole - settled_steps(folder / "follow") - 2 * DEPTH - 2
+                )
+    return beyond
+
+
+def serving() -> dict[str, Any]:
+    seconds, made = [], []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = FilesThatArrive(folder)
+        for _ in range(FIRST_FILES):
+            files.arrive()
+        run_dir, served = folder / "follow", folder / "served"
+        with FollowingRun(write_job(folder, Way()), folder / "log"):
+            settled_steps(run_dir)
+            command = [sys.executable, "-m", "rowcast", "publish", "--run", str(run_dir), "--to", str(served)]
+            with subprocess.Popen([*command, "--every", "1s", "--metrics", "127.0.0.1:0"]) as publisher:
+                while not (served / "CURRENT").exists():
+                    time.sleep(0.1)
+                model = Model(served)
+                for _ in range(SERVED):
+                    files.arrive()
+                    began_s, last = time.monotonic(), -(-files.number * ROWS // BATCH_SIZE)
+                    for _ in range(2):  # files of the horizon
+                        files.arrive()
+                    since = set[int]()
+                    while model.version.position.train_step < last:
+                        since |= {step for step in steps_of(run_dir) if step >= last}
+                        model.refresh()
+                        time.sleep(0.05)
+                    seconds.append(round(time.monotonic() - began_s, 2))
+                    made.append(len(since))
+                publisher.terminate()
+    return {"seconds": seconds, "median_s": statistics.median(seconds), "checkpoints": made}
+
+
+def price() -> dict[str, Any]:
+    used: dict[str, list[float]] = {"follow": [], "finished": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = FilesThatArrive(folder, PRICED_ROWS)
+        for _ in range(PRICED_FILES):
+            files.arrive()
+        (files.arriving / "END").touch()
+        for number in range(ROUNDS):
+            for kind in used:
+                before = children_s()
+                await_end(write_job(folder, Way(), f"{kind}{number}", follow=kind == "follow"), folder / "log")
+                used[kind].append(children_s() - before)
+    return {**used, "ratio": min(used["follow"]) / min(used["finished"])}
+
+
+def children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def flat() -> dict[str, Any]:
+    found = {}
+    for number in (20, 400):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            files, run_dir = FilesThatArrive(folder), folder / "follow"
+            for _ in range(20):
+                files.arrive()
+            with FollowingRun(write_job(folder, Way()), folder / "log") as run:
+                while files.number < number:
+                    for oldest in checkpoints(run_dir)[:1]:
+                        files.remove(read_data(oldest).last_before)
+                    waiting = len(list(files.arriving.glob("*.parquet")))
+                    for _ in range(min(20 - waiting, number - files.number)):
+                        files.arrive()
+                    time.sleep(0.1)
+                (files.arriving / "END").touch()
+                run.process.wait(LIMIT_S)
+            report = msgspec.json.decode((run_dir / "report.json").read_bytes())
+            last = checkpoints(run_dir)[-1]
+            found[f"{number} files"] = {
+                "steps": report["train_steps"],
+                "left": files.removed,
+                "manifest_bytes": (last / "manifest.json").stat().st_size,
+                "listed": len(read_data(last).files),
+                "prefetcher_mb": report["host_bytes"] / 1e6,
+            }
+    return found
+
+
+MEASURES = {"waits": waits, "serving": serving, "price": price, "flat": flat}
+
+
+def main() -> int:
+    results: dict[str, Any] = {}
+    print(machine())
+    for name in sys.argv[1:] or MEASURES:
+        results[name] = MEASURES[name]()
+        print(name, results[name], flush=True)
+    write_result("follow_costs", **results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
