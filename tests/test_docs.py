@@ -109,7 +109,7 @@ def test_every_commit_that_a_page_or_a_sentence_names_exists() -> None:
     named = {
         found: path.name
         for path in [*pages, ROOT / "job" / "section.py"]
-        for found in re.findall(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b", path.read_text(encoding="utf-8"))
+        for found in re.findall(r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,12}\b", path.read_text(encoding="utf-8"))
     }
     assert "4c36c62" in named
     answers = git("cat-file", "--batch-check", given="".join(f"{name}^{{commit}}\n" for name in named)).splitlines()
