@@ -1,14 +1,18 @@
 """What does following a folder cost, and how late are rows served?
 
-    python -m benchmarks.follow_costs [waits] [serving] [price] [flat]
+    python -m benchmarks.follow_costs [waits] [serving] [price] [flat] [auc]
 
 waits      whole batches that lie in the folder untrained, beyond `lookahead.horizon`, once nothing arrives
 serving    from a file's rename until `Model.refresh` sees a step after its last batch, with checkpoint.every = "1s" and
            `rowcast publish --every 1s`: seconds, and checkpoints made since that step
-price      processor seconds of a followed run over files that are all there, over those of the ordinary job
+price      processor seconds of a followed run over files that are all there, over those of the ordinary job with the
+           same horizon and bundle, and with its own
 flat       bytes of the last manifest, its files, and the prefetcher's memory, for 20 times as many files that leave
+auc        of the last tenth of the retail log (ROWCAST_RETAIL), with `forget --untrained-for N` after every N of 1,128
+           train steps, and the rows that the last checkpoint holds
 """
 
+import os
 import resource
 import statistics
 import subprocess
@@ -34,10 +38,12 @@ from benchmarks.follow import (
     write_config,
 )
 from benchmarks.machine import machine, write_result
+from rowcast.prefetcher.checkpoints.forget import forget_rows
 from rowcast.runtime.checkpoint_manifest import read_manifest
 from rowcast.serving.model import Model
 
 DEPTH, QUIET_S, LIMIT_S = 2, 8.0, 300.0
+RETAIL, RETAIL_STEPS, FORGETS = Path(__file__).parents[1] / "examples" / "retail.toml", 1128, (100, 200, 400)
 SERVED, PRICED_FILES, PRICED_ROWS, ROUNDS = 6, 30, 20_000, 2
 
 
@@ -110,7 +116,7 @@ def serving() -> dict[str, Any]:
 
 
 def price() -> dict[str, Any]:
-    used: dict[str, list[float]] = {"follow": [], "finished": []}
+    used: dict[str, list[float]] = {"follow": [], "finished": [], "finished, its own horizon and bundle": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         files = FilesThatArrive(folder, PRICED_ROWS)
@@ -119,8 +125,12 @@ def price() -> dict[str, Any]:
         (files.arriving / "END").touch()
         for number in range(ROUNDS):
             for kind in used:
+                content = job_content(Way(), folder, f"{kind}{number}", "", follow=kind == "follow")
+                if kind != "finished, its own horizon and bundle":
+                    content["lookahead"] |= {"horizon": 2 * DEPTH + 2, "bundle": 1}  # the defaults of data.follow
+                write_config(folder / "price.json", content)
                 before = children_s()
-                await_end(write_job(folder, Way(), f"{kind}{number}", follow=kind == "follow"), folder / "log")
+                await_end(folder / "price.json", folder / "log")
                 used[kind].append(children_s() - before)
     return {**used, "ratio": min(used["follow"]) / min(used["finished"])}
 
@@ -160,7 +170,29 @@ def flat() -> dict[str, Any]:
     return found
 
 
+def auc() -> dict[str, Any]:
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        for untrained_for in (0, *FORGETS):
+            run_dir, every = Path(name) / str(untrained_for), untrained_for or RETAIL_STEPS
+            settings = {
+                "job.run_dir": str(run_dir), "data.path": f"{os.environ['ROWCAST_RETAIL']}/train.tsv",
+                "data.batch_size": "256", "model.bottom_mlp": "[64, 16]", "model.top_mlp": "[64, 1]",
+            }  # fmt: skip
+            options = [f"--set={key}={value}" for key, value in settings.items()]
+            for steps in range(every, RETAIL_STEPS, every):
+                await_end(RETAIL, Path(name) / "log", *options, "--max-steps", str(steps))
+                forget_rows(run_dir, untrained_for)
+            await_end(RETAIL, Path(name) / "log", *options)
+            report = msgspec.json.decode((run_dir / "report.json").read_bytes())
+            rows = read_manifest(checkpoints(run_dir)[-1]).num_rows
+            found[f"N = {untrained_for}"] = {"auc": report["auc"], "steps": report["train_steps"], "rows": rows}
+    return found
+
+
 MEASURES = {"waits": waits, "serving": serving, "price": price, "flat": flat}
+if "ROWCAST_RETAIL" in os.environ:
+    MEASURES["auc"] = auc
 
 
 def main() -> int:

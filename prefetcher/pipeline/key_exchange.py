@@ -262,10 +262,8 @@ class KeyExchange:
             except (ValueError, RecursionError) as error:
                 raise wrong_message(number, str(error)[:SENTENCE_LIMIT]) from None
             worked = True
-        if self.next_step >= self.fault_step:  # no step will follow that fills the message
-            self.flush()
-            if self._end is None:
-                self._end_at(self._fault_end())
+        if self.next_step >= self.fault_step and self._end is None:  # no step will follow that fills the message
+            self._end_at(self._fault_end())
         if self._told_horizon != self._planner.horizon and not self._planner.ready():
             self._tell_all()  # others may have read as far as they know to be needed
         return worked
