@@ -67,7 +67,6 @@ def test_rows_of_other_ranks_are_foreseen_and_no_bit_depends_on_it(session: Sess
         2,
         far,
         {**far, "sum": True, "holds": {"1": 4}},  # rank 1 asks for batches four steps before it trains them
-        {**far, "holds": {"0": 12}, "in_turn": True, "accumulate": 2},  # more than is read ahead of a list
         {**far, "lists": {"late": 0.9}, "alone": True},
         {**far, "lists": {"lost": 0.5}, "optimizer": "sparse"},
         {**far, "lists": {"wrong": 0.5}},
@@ -189,7 +188,7 @@ def test_a_step_of_a_rank_by_itself_is_refused(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.usefixtures("no_engine", "let_go")
 def test_ranks_that_were_killed_go_on_from_their_save_with_the_bits_of_stock_ddp(session: Session) -> None:
     found = []
-    for capacity, end, code in (("", 99, 0), ("100 rows", 8, 1), ("100 rows", 17, 1), ("100 rows", 99, 0)):
+    for capacity, end, code in (("", 99, 0), ("100 rows", 8, 1), ("100 rows", 99, 0)):
         arguments = ["--nproc-per-node=2", "-m", "tests.adopt.saved_ranks", str(session.folder), capacity, str(end)]
         ended = session.start_module("rowcast.deploy.torchrun", *arguments, PYTHONPATH=".").ended(120)
         assert bool(ended.code) == bool(code), ended.stderr

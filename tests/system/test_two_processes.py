@@ -10,7 +10,7 @@ from tests.support.driver import start_state
 from tests.support.repeats import count
 
 LOG = Path(os.environ["ROWCAST_RETAIL"]).absolute() if "ROWCAST_RETAIL" in os.environ else None
-WAYS = cover(LOG, batch_size=("256",))[: count(5, 20)]  # `make exact` and `make soak` have all
+WAYS = cover(LOG, batch_size=("256",))[: count(3, 20)]  # `make exact` and `make soak` have all
 NUM_STEPS = 6
 
 
