@@ -161,14 +161,6 @@ class StepLife:
         assert self.computed is not None, f"step {self.number} was not computed"
         return self.computed
 
-    @property
-    def planned(self) -> float:
-        return began(self.ahead["plan"][0])
-
-    @property
-    def announced(self) -> float:
-        return ended(self.ahead["send"][-1])
-
 
 def lives(pair: Pair) -> list[StepLife]:
     """Returns the steps of each attempt, in order, as far as both processes recorded them whole."""

@@ -9,7 +9,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-HAIR = "#e4e4e4"
 NOT_NEEDED = re.compile(
     r'<\?xml.*?(?=<svg)|<defs>\s*<style.*?</defs>|<!--.*?-->| xmlns(?::xlink)?="[^"]*"'
     r"| font-family: [^;]*;",
@@ -33,7 +32,7 @@ def new_figure(inches: tuple[float, float], layout: Any = "constrained") -> Any:
     return Figure(figsize=inches, layout=layout)
 
 
-def dress(axes: Any, grid: str = "both", hidden: Sequence[str] = ("top", "right"), hair: str = HAIR) -> None:
+def dress(axes: Any, grid: str, hidden: Sequence[str], hair: str) -> None:
     axes.grid(axis=grid, color=hair, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[list(hidden)].set_visible(False)

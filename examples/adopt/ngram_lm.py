@@ -9,6 +9,7 @@ Position t looks up rows of the last 2 to 4 bytes, a function of the text. Every
 import argparse
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def hashed(near: Any, n: int, rows: int) -> Any:
 
 
 class Model(nn.Module):
-    def __init__(self, rows: int, tables: Path) -> None:
+    def __init__(self, rows: int, tables: Path | None) -> None:
+        """`tables`: a folder for a table whose rows a rule makes; None: an ordinary one."""
         super().__init__()
-        with rowcast.tables(tables, init="uniform", seed=0):
+        with nullcontext() if tables is None else rowcast.tables(tables, init="uniform", seed=0):
             self.memory = nn.Embedding(rows, ROW)
         self.token, self.place = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.mix, self.out = nn.Linear(len(GRAMS) * ROW, WIDTH), nn.Linear(WIDTH, 256)

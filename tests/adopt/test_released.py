@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn, optim
 
 import rowcast
+from examples.adopt import released_memory
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.overlay import apply_overlay, write_overlay
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
@@ -181,6 +182,24 @@ def failing(path: Path, target: Path) -> None:
 def pieces_of(folder: Path) -> list[Tensor]:
     tensors = {name: rows for path in folder.glob("*.safetensors") for name, rows in load_file(path).items()}
     return [tensors[f"memory.shard_{n}.weight"] for n in range(len(PIECES))]
+
+
+def test_the_example_trains_the_memory_of_the_model_that_it_released(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"{number} and {number * number} " * 300)
+    folders = ["--text", f"{tmp_path}/text", "--released", f"{tmp_path}/m", "--run", f"{tmp_path}/run"]
+    held_out = []
+    for options in (["all"], ["nothing", "--capacity=900 rows"], ["memory", "--capacity=900 rows"]):
+        monkeypatch.setattr("sys.argv", ["released_memory", *folders, "--rows=2000", "--steps=4", "--train", *options])
+        released_memory.main()
+        held_out.append(capsys.readouterr().out.split()[2])
+    assert float(held_out[1]) == pytest.approx(float(held_out[0]), abs=0.01), "the memory is rounded to bfloat16"
+    assert float(held_out[2]) < float(held_out[1])
+    assert write_overlay(tmp_path / "run", tmp_path / "o.safetensors") > 0
+    assert apply_overlay(tmp_path / "o.safetensors", tmp_path / "m", tmp_path / "new") == 1
 
 
 # bad input

@@ -17,7 +17,7 @@ from rowcast.runtime.run_directory import pair_folder
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import timeline_path
 from tests.support.facts import facts
-from tests.support.made_up_timeline import incarnation, later, leave, span
+from tests.support.made_up_timeline import announced_at, incarnation, later, leave, planned_at, span
 from tests.support.timeline_format import Event, check_events
 
 MAIN = "MainThread"
@@ -66,7 +66,7 @@ def test_the_page_has_every_event_of_both_processes(run_dir: Path) -> None:
 def test_a_step_is_followed_through_both_processes(run_dir: Path) -> None:
     steps = lives(read_pair(run_dir))
     assert [life.number for life in steps] == [0, 1, 2, 3]
-    assert [life.announced for life in steps] == [10_000 * step + 3500 for step in range(4)]
+    assert [announced_at(life) for life in steps] == [10_000 * step + 3500 for step in range(4)]
 
 
 def test_after_processes_met_again_steps_are_those_of_each_attempt(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_after_processes_met_again_steps_are_those_of_each_attempt(tmp_path: Pat
     leave(tmp_path, "trainer", later(TRAINER, 1000), numbers=(6,))  # another process
     steps = lives(read_pair(tmp_path))
     assert [life.number for life in steps] == [0, 1, 2, 3]
-    assert all(life.planned >= 1e6 for life in steps)
+    assert all(planned_at(life) >= 1e6 for life in steps)
 
 
 def test_recordings_of_two_boots_are_put_together_by_the_wall_clock(

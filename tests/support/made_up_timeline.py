@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from rowcast.analysis.timeline import Recording
+from rowcast.analysis.timeline import Recording, StepLife, began, ended
 from rowcast.runtime.telemetry.metrics import BOTH, Process
 from rowcast.runtime.telemetry.timeline import SpanKind, TraceEvent, timeline_path
 
@@ -71,3 +71,11 @@ def leave(
         TraceEvent(ph="C", name=f"{process} ring", pid=pid, ts=3000, args={"bytes": 4096}),
     ]
     timeline_path(run_dir, process).write_bytes(b"[\n" + b",\n".join(map(msgspec.json.encode, events)))
+
+
+def planned_at(life: StepLife) -> float:
+    return began(life.ahead["plan"][0])
+
+
+def announced_at(life: StepLife) -> float:
+    return ended(life.ahead["send"][-1])

@@ -18,6 +18,7 @@ from rowcast.job.file import load_job
 from rowcast.runtime.telemetry.timeline import MAIN
 from rowcast.runtime.telemetry.timeline import TraceEvent as Span
 from rowcast.trainer.report.report_json import Report, read_report
+from tests.support.made_up_timeline import announced_at, planned_at
 from tests.support.processes import Session
 from tests.support.timeline_format import Event, check_events
 
@@ -126,7 +127,7 @@ def test_an_estimate_plans_the_pieces_and_barriers_that_the_run_had(run: Recorde
 
 def test_rows_are_announced_before_the_step_that_needs_them_begins(run: RecordedRun) -> None:
     for life in run.steps:
-        assert life.planned < life.announced
+        assert planned_at(life) < announced_at(life)
         assert began(life.ahead["send"][-1]) < began(life.step), f"step {life.number}"
         filled = max(ended(span) for span in run.spans(life.number)["fill"])
         assert filled <= began(life.step) + ROUNDING, f"step {life.number} began before its rows were in their slots"

@@ -25,7 +25,7 @@ from tests.support import three_steps
 from tests.support.batches import slots_for, small_batches, small_job
 from tests.support.driver import InProcessRun, Settings, Sharing
 from tests.support.facts import facts
-from tests.support.made_up_timeline import incarnation
+from tests.support.made_up_timeline import announced_at, incarnation
 from tests.support.timeline_format import check_events
 
 IN_TWO_PARTS = Sharing(rank=Rank(number=0, count=1, parts=2), collectives=LocalCollectives())
@@ -66,7 +66,7 @@ def test_spans_add_up_to_the_seconds_that_the_metrics_count(tmp_path: Path, shar
             assert seconds_of(recording, f"wait: {waited}") == pytest.approx(seconds, abs=rounding_s), waited
     steps = {life.number: life for life in lives(Pair(*(met(tmp_path, process) for process in BOTH)))}
     assert steps.keys() == set(range(len(batches)))
-    assert all(life.announced <= began(life.step) for life in steps.values())
+    assert all(announced_at(life) <= began(life.step) for life in steps.values())
 
 
 def met(run_dir: Path, process: Process) -> Recording:
