@@ -55,9 +55,9 @@ def main() -> None:
     is_new = options.train == "all"
     model = Model(options.rows, None) if is_new else opened(options.released, options.rows, options.capacity)
     trained = {"all": model, "memory": model.memory, "head": model.out, "nothing": nn.Module()}[options.train]
-    memory, others = [], []
-    for parameter in trained.requires_grad_().parameters():
-        (memory if parameter is model.memory.weight else others).append(parameter)
+    parameters = [*trained.requires_grad_().parameters()]
+    memory = [parameter for parameter in parameters if parameter is model.memory.weight]
+    others = [parameter for parameter in parameters if parameter is not model.memory.weight]
     groups: list[Any] = [{"params": memory, "lr": 5e-3, "weight_decay": 0.0}, {"params": others}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     steps = 0 if options.train == "nothing" else options.steps
