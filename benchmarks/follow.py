@@ -1,6 +1,6 @@
 """Does a run that follows a folder end with the bits of a replay, whatever is killed while files arrive?
 
-    python -m benchmarks.follow [--kills 40] [--ways 8]
+    python -m benchmarks.follow [--kills 40] [--ways 0 1 2 3 4 5 6 7]
 
 Files arrive, and all processes of the run are killed: half of the times between a file's arrival and its checkpoint,
 else at random. Files that lie before all checkpoints are removed, and after every second kill `rowcast forget` runs.
@@ -158,7 +158,7 @@ class FollowingRun:
 
     def kill(self) -> None:
         killed = set[int]()
-        while (pids := list(self._alive())) or any(map(has_files, killed)):
+        while (pids := list(self._alive())) or any(map(is_ending, killed)):
             killed.update(pids)
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -174,10 +174,11 @@ class FollowingRun:
                     yield int(entry.name)
 
 
-def has_files(pid: int) -> bool:
-    """Whether a process that was killed still holds files, and so its locks."""
+def is_ending(pid: int) -> bool:
+    """Whether a thread of a process that was killed still runs, so that its files are open and locked."""
     with suppress(OSError):
-        return bool(os.listdir(f"/proc/{pid}/fd"))
+        is_zombie = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return not is_zombie or len(os.listdir(f"/proc/{pid}/task")) > 1
     return False
 
 
@@ -286,9 +287,9 @@ def compared(folder: Path, kills: int, removed: int, forgotten: int, listed: int
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--ways", type=int, default=len(WAYS))
+    parser.add_argument("--ways", type=int, nargs="+", default=range(len(WAYS)), help="numbers, from 0")
     asked = parser.parse_args()
-    ways, outcomes = WAYS[: asked.ways], list[Outcome]()
+    ways, outcomes = [WAYS[number] for number in asked.ways], list[Outcome]()
     print(machine())
     print("ranks decoders store    shuffle     kills  steps losses differ   export files left rows forgotten listed")
     for number, way in enumerate(ways):

@@ -152,8 +152,8 @@ def flat() -> dict[str, Any]:
                 while files.number < number:
                     for oldest in checkpoints(run_dir)[:1]:
                         files.remove(read_data(oldest).last_before)
-                    waiting = len(list(files.arriving.glob("*.parquet")))
-                    for _ in range(min(20 - waiting, number - files.number)):
+                    untrained = files.number - max(steps_of(run_dir), default=0) * BATCH_SIZE // ROWS
+                    for _ in range(min(20 - untrained, number - files.number)):
                         files.arrive()
                     time.sleep(0.1)
                 (files.arriving / "END").touch()
