@@ -5,6 +5,7 @@ only from memory, so headers are made here:
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from rowcast.runtime.disk import open_regular
 from rowcast.runtime.errors import DataError
 
 BLOCK_BYTES = 4 * 2**20
+MOST_HEADER = 100_000_000  # bytes, by safetensors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +53,15 @@ def make_header(
 def read_header(path: Path) -> dict[str, PlacedTensor]:
     """Returns the tensors in the file's order. Raises DataError if it is not a safetensors file, and OSError."""
     with open_regular(path) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel reads on, into tensors
+        end = 8 + int.from_bytes(file.read(8), "little")
+        header = file.read(min(end - 8, MOST_HEADER))
         try:
             with safe_open(path, framework="np"):
                 pass
         except SafetensorError as error:
             raise DataError(f"{path}: not a safetensors file ({error})") from None
-        end = 8 + int.from_bytes(file.read(8), "little")
-        entries = json.loads(file.read(end - 8))
+    entries = json.loads(header)
     tensors = {
         name: PlacedTensor(
             dtype=entry["dtype"],

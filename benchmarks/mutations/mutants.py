@@ -1024,6 +1024,9 @@ tests/adopt/test_script_engine.py::test_every_read_gives_the_last_write
 ::test_what_is_not_known_to_be_home_is_bounded
     what is not known to be home grows without end
         if len(self._leaving) > MOST_LEAVING: => if False:
+::test_a_write_of_many_rows_waits_for_those_that_it_has_sent
+    all rows of a write are sent before the first is known to be home
+        MOST_LEAVING * self._at_once( => 1000 * MOST_LEAVING * self._at_once(
 tests/adopt/test_ruled_tables.py::test_nothing_is_drawn_and_another_seed_gives_other_rows
     the seed of a rule is ignored
         self._init, self._seed = init, seed => self._init, self._seed = init, 0

@@ -184,6 +184,26 @@ def test_what_is_not_known_to_be_home_is_bounded(monkeypatch: pytest.MonkeyPatch
         assert len(pair.engine._leaving) <= 3
 
 
+def test_a_write_of_many_rows_waits_for_those_that_it_has_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_engine, "PARCEL_BYTES", 48)
+    monkeypatch.setattr(script_engine, "MOST_LEAVING", 3)
+    pair = ScriptPair(1, [(40, 2, 1)], [2], 2**12, late=True)
+    (place,) = pair.places
+    plain, engine, leaving = PlainRows(pair.places), pair.engine, list[int]()
+    send = engine._engine.sender.send_parcel
+
+    def counted(message: Any) -> None:
+        leaving.append(len(engine._leaving))
+        send(message)
+
+    monkeypatch.setattr(engine._engine.sender, "send_parcel", counted)
+    ids, rows = torch.arange(40), some_records(random.Random(1), place, 40)
+    engine.write(place, ids, rows)
+    plain.write(place, ids, rows)
+    assert 3 < max(leaving) <= 6
+    plain.check(place, ids, engine.read(place, ids))
+
+
 def test_rows_in_slots_are_those_that_came_last() -> None:
     residency = Residency(num_slots=2)
     residency.coming[:] = [3, 1]

@@ -32,7 +32,7 @@ from rowcast.trainer.step.cache import ArrivedPlan, Step
 from rowcast.trainer.step.engine import TrainerEngine
 
 PARCEL_BYTES = 2**20  # of rows in a message
-MOST_LEAVING = 64  # messages with rows that are not known to be home
+MOST_LEAVING = 16  # messages with rows that are not known to be home; a write adds up to as many before it waits
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,10 @@ class ScriptEngine:
             as_kept = replace(rows, lasts=rows.lasts.to(torch.int32))
             self._written += moves_of(self._fields_of(place), planned.slots, 0, as_kept)
         else:
-            records = place.packed(rows, self.groups[place.group].record_floats)
-            self._write(place, ids.cpu().numpy(), records.to(self._device))
+            records = place.packed(rows, self.groups[place.group].record_floats).to(self._device)
+            host, size = ids.cpu().numpy(), MOST_LEAVING * self._at_once(self.groups[place.group])
+            for at in range(0, len(ids), size):
+                self._write(place, host[at : at + size], records[at : at + size])
 
     def _write(self, place: Place, ids: I64, records: Tensor) -> None:
         numbers = place.base + ids
