@@ -4,7 +4,7 @@ Makes sparse safetensors files in FOLDER, 64 pieces of zeros in bfloat16, and tr
 step has tokens of the text of Python's library, with the hashes of 16 contexts each. Prints, for
 each process, the peak of its own memory (RssAnon: without pages of files, which the kernel drops), beside torch and the
 cache; the bytes of an overlay over those of its rows; and the distinct pages of the rows that were looked up. `--run`
-gives the pieces that a restart reads from the disk, over those that hold its rows: --rows 6250000 takes 2 GB.
+gives the pages that a restart reads from the disk, over those that hold its rows: --rows 6250000 takes 2 GB.
 """
 
 import argparse
