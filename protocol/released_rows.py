@@ -80,8 +80,8 @@ def pieces_of(root: Path, name: str) -> list[tuple[Path, str, PlacedTensor]]:
         )
     if not found:
         raise ConfigError(
-            f"adopt(files=...): none of the {len(paths):,} files *.safetensors in {root} has a tensor {name} or "
-            f"{name}.shard_0; name the folder that has it, and the parameter as the files do"
+            f"none of the {len(paths):,} files *.safetensors in {root} has a tensor {name} or {name}.shard_0; "
+            "name the folder that has it, and the parameter as the files do"
         )
     return [found[number] for number in range(len(found))]
 

@@ -119,7 +119,7 @@ def other_file(was: NamedFiles, now: NamedFiles) -> str:
             there, here = (
                 "no file" if own is None else "{} of {:,} bytes with checksum {}".format(*own) for own in pair
             )
-            return f"{there}, and now has {here}"
+            return f"{there}, and there is now {here}"
     return ""
 
 

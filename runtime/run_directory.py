@@ -84,7 +84,7 @@ class RunDirectory:
                 holder = os.pread(self._lock, 32, 0).decode() or "unknown"
                 raise ConfigError(
                     f"run directory {self.path} is held by a {self._role} with process id {holder}; "
-                    "end it or set another job.run_dir"
+                    "end it first, or use another run directory (job.run_dir)"
                 )
             stack.pop_all()
         os.ftruncate(self._lock, 0)

@@ -35,6 +35,7 @@ from rowcast.prefetcher.planner.grouping import Grouper
 from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.prefetcher.readers.columns import bag_offsets
 from rowcast.prefetcher.readers.data_files import in_recorded_order, with_recorded_rule
+from rowcast.prefetcher.readers.follow import folder_of
 from rowcast.prefetcher.readers.id_check import check_id_types
 from rowcast.prefetcher.readers.reader import Reader, id_types, open_reader, schedule
 from rowcast.prefetcher.run.sizing import Decisions, check_continues, decide, placed, training_data
@@ -293,6 +294,8 @@ def bytes_of(batch: Batch) -> int:
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
+    if job.data.follow:
+        folder_of(job)
     seen.reader = reader = open_reader(job)
     counts = [samples_of(reader, "train", "for training"), samples_of(reader, "eval", "for evaluation")]
     files = (

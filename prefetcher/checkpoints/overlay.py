@@ -58,7 +58,7 @@ def write_overlay(run_dir: Path, out: Path, dtype: RowType | None = None) -> int
     saved = CheckpointRows(checkpoints.root, manifest.layers, tables.written, tables.first, ())
     tensors, rows = dict[str, TensorSpec](), dict[str, I64]()
     described = {name: OverlaidTable(num_rows, first.named_files) for name, (num_rows, first) in released.items()}
-    with tempfile.TemporaryFile(dir=out.absolute().parent) as weights:
+    with whole_file(out) as file, tempfile.TemporaryFile(dir=out.absolute().parent) as weights:
         for group in tables.groups:
             for table, blocks in saved.tables(group):
                 if (of_files := released.get(table.name, (0, None))[1]) is not None and of_files.released is not None:
@@ -69,13 +69,12 @@ def write_overlay(run_dir: Path, out: Path, dtype: RowType | None = None) -> int
                     tensors[table.name] = spec
         numbers = {f"{t}.rows": TensorSpec(dtype="I64", shape=own.shape, nbytes=own.nbytes) for t, own in rows.items()}
         check_space(out, weights.tell())
-        with whole_file(out) as file:
-            metadata = {KEY: msgspec.json.encode(described).decode()}
-            file.write(make_header(numbers | tensors, metadata)[0])  # numbers first: they lie aligned
-            for changed in rows.values():
-                file.write(changed.data)
-            weights.seek(0)
-            shutil.copyfileobj(weights, file)
+        metadata = {KEY: msgspec.json.encode(described).decode()}
+        file.write(make_header(numbers | tensors, metadata)[0])  # numbers first: they lie aligned
+        for changed in rows.values():
+            file.write(changed.data)
+        weights.seek(0)
+        shutil.copyfileobj(weights, file)
     return sum(map(len, rows.values()))
 
 
@@ -103,6 +102,8 @@ def apply_overlay(overlay: Path, folder: Path, out: Path) -> int:
     overlaid = opened(overlay)
     if out.exists():
         raise ConfigError(f"--out {out} is there already; name a new folder")
+    if out.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"--out {out} is within the released files of {folder}; name a folder beside them")
     places = {
         name: released_again(name, table, rows, weights, folder) for name, (table, rows, weights) in overlaid.items()
     }
@@ -162,7 +163,7 @@ def released_again(name: str, table: OverlaidTable, rows: I64, weights: Elements
     """Where a table's rows are in these files. Raises ConfigError if they are others than the overlay was made for."""
     first = find_released(folder, name, table.num_rows, weights.shape[1]).sampled()
     if differs := other_file(table.files, first.named_files):
-        raise ConfigError(f"the overlay is for {differs} in {folder}; give --apply the files that were trained")
+        raise ConfigError(f"{folder}: the overlay is for {differs}; give --apply the files that were trained")
     return first
 
 

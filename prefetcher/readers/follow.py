@@ -104,6 +104,13 @@ def sorts_before(path: object, known: object) -> DataError:
     )
 
 
+def folder_of(job: Job) -> Path:
+    """Returns data.path. Raises ConfigError unless it is a folder."""
+    if not Path(job.data.path or "").is_dir():
+        raise ConfigError(f"data.path = {job.data.path!r}: data.follow needs a folder; make it, or name another")
+    return Path(job.data.path or "")
+
+
 def place_of(job: Job) -> Callable[[Path], Any]:
     """Returns what gives a path's place in the reading order."""
     return cast(Callable[[Path], Any], Path if job.data.by_name else numbered)
@@ -177,9 +184,7 @@ class FollowedFiles:
     def __init__(self, job: Job, rows_of: Callable[[list[Path]], ColumnRows], arrivals: Arrivals) -> None:
         """Waits for the first file. Raises ConfigError unless data.path is a folder with one."""
         known, path = arrivals.trained_on, job.data.path or ""
-        if not Path(path).is_dir():
-            raise ConfigError(f"data.path = {path!r}: data.follow needs a folder; make it, or name another")
-        self._job, self._rows_of, self._arrivals, self._folder = job, rows_of, arrivals, Path(path)
+        self._job, self._rows_of, self._arrivals, self._folder = job, rows_of, arrivals, folder_of(job)
         self._last = Path(path, PurePath(known.last_before).name) if known.last_before else None  # known file
         self._seen: set[str] | None = None  # names of the last listing; None before the first
         self._listed = deque[Path]()  # and not opened

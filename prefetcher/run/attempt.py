@@ -208,7 +208,8 @@ class PrefetcherAttempt:
             if batch is None:
                 if self._source.counters.awaits_file and told < len(measured):
                     told = len(measured)
-                    self._log.info(f"{told} of the first {num_measured} batches are here; training waits for all")
+                    here = f"{told} of the first {num_measured} batches are here; training waits for all"
+                    self._log.info(here, batch_size=self._job.data.batch_size, shuffle=self._job.data.shuffle)
                 self._run.signals.bell.wait(IDLE_WAIT_S)
             else:
                 measured.append(batch)

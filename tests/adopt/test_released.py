@@ -171,6 +171,10 @@ def check_overlay(run: Path, folder: Path, whole: Tensor) -> None:
     assert all(map(torch.equal, pieces_of(folder / "again"), pieces_of(new)))
     with pytest.raises(ConfigError, match=facts("the overlay is for model-00001-of-00002.safetensors", "--apply")):
         apply_overlay(overlay, new, folder / "twice")
+    with pytest.raises(ConfigError, match=facts("--out", "within the released files", str(folder / "b"))):
+        apply_overlay(overlay, folder / "b", folder / "b" / "new")
+    with pytest.raises(ConfigError, match=facts("none", "No such file", "--out")):
+        write_overlay(run, folder / "none" / "o.safetensors")
     with pytest.raises(DataError, match=facts("model-00001-of-00002.safetensors", "no overlay")):
         apply_overlay(new / "model-00001-of-00002.safetensors", folder / "b", folder / "twice")
 

@@ -320,6 +320,11 @@ ERRORS: list[tuple[str, Sections, str]] = [  # subject, the job's sections, word
     ("start", {"store": TIERED | {"memory": "300 rows"}, "cache": {"capacity": "400 rows"}}, "or lower cache.capacity"),
     ("start", {"store": {"kind": "tiered", "memory": "100MiB"}}, "the process 320 MiB"),
     ("store", {"store": TIERED | {"disk": "100KiB"}}, "need at least 256 KiB; raise store.disk"),
+    (
+        "data",
+        lambda c: {"data": with_columns(c, cat_0=[1] * 200) | {"follow": True, "eval_fraction": 0.0}},
+        "data.follow needs a folder",
+    ),
 ]
 WARNINGS: list[tuple[str, Sections, str]] = [
     ("ids", lambda c: {"data": with_ids(c, 2000, "modulo")}, f"data.on_invalid_id = 'modulo' replaced 1 {REPLACED}"),

@@ -52,7 +52,8 @@ GREETING_GRACE_S = 0.5
 MODEL = "its model to be built"
 WORTH_SAYING_S = 2.0
 PREPARING = (
-    "no prefetcher is ready yet; it reads the first batches, and its first start compiles the planner: about 15 s"
+    "no prefetcher is ready yet; it reads the first batches, which may still arrive with data.follow, and its first "
+    "start compiles the planner: about 15 s"
 )
 
 
