@@ -112,7 +112,7 @@ def scoring_content(checkpoint: Manifest, run: Path, data: str) -> dict[str, Any
     content = without_removed(msgspec.to_builtins(checkpoint.job))
     own, ranks = content["data"], content["ranks"]
     content["job"]["run_dir"], content["eval"] = str(run), {}
-    own |= {"path": data, "eval_path": data, "eval_fraction": 0.0}
+    own |= {"path": data, "eval_path": data, "eval_fraction": 0.0, "follow": False}
     if format_of(own["format"]).named_columns:
         own["columns"]["label_values"] = "none"
     ranks |= {"parts": ranks["parts"] or ranks["count"], "count": 1, "per_host": None}

@@ -43,7 +43,7 @@ ONLY_OF_TRAINING = (
     *("data.batch_size", "data.eval_fraction", "data.shuffle", "data.on_invalid_id"),
     *("data.columns.label", "data.columns.label_values", "data.columns.delimiter", "data.columns.lists"),
     "data.columns.names",
-    *("data.synthetic", "data.options"),
+    *("data.synthetic", "data.options", "data.follow"),
 )
 MOST_NAMED = 3  # differing in a sentence
 

@@ -203,7 +203,6 @@ ELSEWHERE = {
     "data.hash": "of criteo-npy, whose frames tests/readers/test_ids_everywhere.py reads",
     "data.columns.hash": "which features are hashed decides with hash_by_value",
     "optimizer": "decides what is trained, not what is computed with it",
-    "data.follow": "of files that arrive, and a file that is scored is whole; tests/readers/test_follow.py has it",
     "model.compile": "an evaluation is not compiled",
     "model.options": "of the model's own",
 }

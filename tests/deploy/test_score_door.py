@@ -13,6 +13,7 @@ import pytest
 from pyarrow import parquet as pq
 
 from rowcast.deploy.score import scoring_job
+from rowcast.job.training_identity import is_only_of_training, setting_differences
 from rowcast.prefetcher.readers.reader import open_reader
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import Row, all_samples, hashed_row, make_job, table
@@ -44,14 +45,15 @@ def write(path: Path, columns: Columns) -> None:
     pq.write_table(pa.table({name: pa.array(own, types.get(name)) for name, own in columns.items()}), path)
 
 
-def read_to_score(folder: Path, path: Path, overrides: tuple[str, ...] = ()) -> list[Row]:
+def read_to_score(folder: Path, path: Path, overrides: tuple[str, ...] = (), **data: Any) -> list[Row]:
     """What the trainer gets of the new samples at `path`, which may be a glob."""
     own = {"hash": ["user"], "weights": {"tags": "w"}, "dense": ["price"]}
     columns = own | ({"lists": {"tags": "|"}} if path.suffix == ".csv" else {})
     tables = [table("users", USERS, "user"), table("tags", TAGS, "tags")]
     form = path.suffix[1:]
-    job = make_job(form, tables, path=f"trained.{form}", columns=columns, batch_size=3)
+    job = make_job(form, tables, path=f"trained.{form}", columns=columns, batch_size=3, **data)
     scored = scoring_job(cast(Any, SimpleNamespace(job=job.content())), folder, path, overrides)
+    assert all(map(is_only_of_training, setting_differences(job.content(), scored)))
     return all_samples(open_reader(scored).batches("eval", 0))
 
 
@@ -178,3 +180,10 @@ def test_a_key_that_is_gone_is_refused_though_a_manifest_may_name_it(tmp_path: P
     write(tmp_path / "new.parquet", TRAINED)
     with pytest.raises(ConfigError, match=facts("store.kind = mapped", "tiered")):
         read_to_score(tmp_path, tmp_path / "new.parquet", ("store.kind=mapped",))
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_run_of_files_that_arrive_scores_a_file_as_it_is(form: str, tmp_path: Path) -> None:
+    write(tmp_path / f"new.{form}", TRAINED)
+    rows = read_to_score(tmp_path, tmp_path / f"new.{form}", follow=True, eval_fraction=0.0)
+    assert without_labels(rows) == expected(TRAINED)
