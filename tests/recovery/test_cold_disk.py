@@ -48,10 +48,11 @@ def test_a_disk_that_others_fill_ends_both_and_space_lets_the_run_go_on(session:
     with small_disk(session.folder / "small", 16 * BLOCK_BYTES) as folder:
         (folder / "of others").write_bytes(bytes(10 * BLOCK_BYTES))
         run = Recovering(session, transport=TRANSPORT, **COLD | {"store": TIERED | {"path": str(folder)}})
-        processes = run.start_both()
-        sentence = processes["prefetcher"].ended(END_TIMEOUT_S).refused(ERROR)
+        trainer = run.start("trainer")
+        trainer.until_logged("waiting for the prefetcher")  # it passes over what failed before it began
+        sentence = run.start("prefetcher").ended(END_TIMEOUT_S).refused(ERROR)
         assert re.search(r"has no space for \d+ more bytes \(No space left on device\); free space there", sentence)
-        assert sentence in processes["trainer"].ended(END_TIMEOUT_S).refused(ERROR)
+        assert sentence in trainer.ended(END_TIMEOUT_S).refused(ERROR)
         (folder / "of others").unlink()
         session.write_job(**sections(transport=TRANSPORT, **COLD))  # on a larger disk
         assert run.finish().differs(undisturbed) == []
