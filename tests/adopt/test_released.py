@@ -19,6 +19,7 @@ from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.overlay import apply_overlay, write_overlay
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
 from rowcast.trainer.adopt.adopt import say_left_out
+from rowcast.trainer.adopt.rows import say_of_moves
 from tests.adopt.engines import Engines, drop, manifests
 from tests.support.facts import facts
 
@@ -116,6 +117,7 @@ def batch(number: int) -> Tensor:
 def test_a_table_in_files_has_the_bits_of_the_table_loaded_whole(
     dtype: torch.dtype, optimizer: Any, engines: Engines, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    say_of_moves.cache_clear()
     whole = release(tmp_path / "released", dtype)
     twin, script = Script(optimizer, whole), Script(optimizer, files=tmp_path / "released")
     assert script.model.memory.weight.device.type == "cpu"
