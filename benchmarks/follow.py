@@ -36,9 +36,9 @@ from rowcast.serving.model import Model
 from tests.support.redis_server import COMMAND, RedisServer
 
 MARK = "ROWCAST_FOLLOW"
-ROWS, BATCH_SIZE = 700, 128  # of each file, of each batch
+ROWS, BATCH_SIZE = 700, 128  # a file has 700 rows, a batch 128
 FIRST_FILES = 7  # before the run starts: enough for the 32 batches that a first start awaits
-FILES_OF_A_KILL = 14  # at most so many arrive before the checkpoint that a kill waits for
+FILES_OF_A_KILL = 14  # a kill waits for a checkpoint; no more than these files arrive before it
 UNTRAINED_FOR = 40  # train steps, of each `forget`
 EVERY_S = 0.4  # between two files
 LIMIT_S = 600.0

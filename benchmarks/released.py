@@ -50,7 +50,7 @@ def release(folder: Path, rows: int, dim: int, *, is_on_disk: bool) -> None:
 
 
 def pages_in_memory(folder: Path) -> int:
-    """Of the pieces, by util-linux."""
+    """Counts the pages of the pieces that the kernel holds, with fincore of util-linux."""
     command = ["fincore", "--noheadings", "--output", "PAGES", *map(str, folder.glob("*.safetensors"))]
     return sum(map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
 

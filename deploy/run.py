@@ -71,7 +71,7 @@ def train(job: Any, **settings: Any) -> "Run":
     `label`, as in `train(frame, label="late")`. settings: keys of the job, `**{"optimizer.sparse.lr": 0.05}`. The
     children write to the terminal, or to the notebook, and to `<run_dir>/prefetcher.log`. An interrupt stops them in
     order, and the same call continues the run. Raises the error of `rowcast train`, a `RowcastError`."""
-    from rowcast.deploy.new_job import NewJob, new  # whoever loads a run needs none of it
+    from rowcast.deploy.new_job import NewJob, new  # loading a run does not need it
 
     if isinstance(job, Job):
         job = trusted(job, TRUSTED, partial(line_to_trust, job.run_dir))

@@ -60,7 +60,7 @@ class Change(NamedTuple):
     function: int  # first line of the innermost function around it
     old: str
     new: str
-    text: str  # of the whole file with the change
+    text: str  # the whole file, with the change
 
 
 @dataclass(slots=True, eq=False)  # pytest keeps plugins in sets

@@ -77,6 +77,15 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(logits, tokens[:, 1:].long().flatten())
 
 
+def evaluated(model: nn.Module, options: argparse.Namespace) -> list[float]:
+    """Prints the held-out loss. Returns the losses of its batches, in nats a byte."""
+    model.eval()
+    with torch.no_grad():
+        losses = [model(*batch).item() for batch in windows(options.text, "eval", options.rows, 20, options.seed)]
+    print(f"held out: {sum(losses) / len(losses) / math.log(2):.3f} bits a byte")
+    return losses
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a language model beside a hashed table.")
     parser.add_argument("--text", type=Path, required=True, help="a folder of text files")
@@ -103,10 +112,7 @@ def main() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        held_out = [model(*batch).item() for batch in windows(options.text, "eval", options.rows, 20, options.seed)]
-    print(f"held out: {sum(held_out) / len(held_out) / math.log(2):.3f} bits a byte")
+    held_out = evaluated(model, options)
     if options.end:
         torch.save({"losses": losses + held_out, "dense": [weight.detach() for weight in dense]}, options.end)
 

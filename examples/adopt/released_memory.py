@@ -11,7 +11,6 @@ last layer instead, `--train nothing` evaluates.
 """
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import rowcast
-from examples.adopt.ngram_lm import Model, windows
+from examples.adopt.ngram_lm import Model, evaluated, windows
 
 TABLE, FILES = "memory.weight", ("memory.safetensors", "model.safetensors")
 
@@ -65,10 +64,7 @@ def main() -> None:
         model(*batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.eval()
-    with torch.no_grad():
-        held_out = [model(*batch).item() for batch in windows(options.text, "eval", options.rows, 20, options.seed)]
-    print(f"held out: {sum(held_out) / len(held_out) / math.log(2):.3f} bits a byte")
+    evaluated(model, options)
     if is_new:
         release(model, options.released)
     elif options.train == "memory":

@@ -44,20 +44,20 @@ from rowcast.prefetcher.readers.reader import (
     Pending,
     Reader,
     RowOrder,
-    decoded,
     job_of_files,
 )
 from rowcast.prefetcher.readers.row_reader import (
     ColumnCursor,
     ColumnRows,
     PendingRows,
+    ReaderOfRows,
     RowReader,
     new_rows,
     rows_in_order,
 )
-from rowcast.protocol.batch import Batch, Kind
+from rowcast.protocol.batch import Kind
 from rowcast.protocol.parts import Rank
-from rowcast.runtime.checkpoint_manifest import NOTHING_READ, DataFile, IdType, TrainingData
+from rowcast.runtime.checkpoint_manifest import NOTHING_READ, DataFile, TrainingData
 from rowcast.runtime.errors import ConfigError, DataError, instead
 
 LIST_EVERY_S = 1.0
@@ -290,12 +290,13 @@ class FollowedFiles:
         return True
 
 
-class FollowingReader:
+class FollowingReader(ReaderOfRows):
     """A `Reader` of the files that arrive, once, and of those of data.eval_path."""
 
     def __init__(self, job: Job, part: Columns, arrivals: Arrivals) -> None:
         """Waits for the first file. Raises as the reader of the format."""
-        self._job, self._ids, self._arrivals = job, IdCheck(job), arrivals
+        super().__init__(job, IdCheck(job))
+        self._arrivals = arrivals
         rows_of: Callable[[list[Path]], ColumnRows]
         rows_of = partial(import_module(format_of(job.data.format).module).rows_of, job, self._ids, part)
         self._files = FollowedFiles(job, rows_of, arrivals)
@@ -304,19 +305,8 @@ class FollowingReader:
         self.dense_names = self._files.first.dense_names
         self.paths = [path for rows in evaluations for path in rows.paths]
 
-    @property
-    def invalid_ids(self) -> int:
-        return self._ids.num_invalid
-
-    @property
-    def id_types(self) -> dict[str, IdType]:
-        return {name: kind for name, (kind, _) in self._ids.types.items()}
-
     def num_samples(self, split: Kind) -> int | None:
         return None if split == "train" else sum(reader.num_samples(split) or 0 for reader in self._evaluations)
-
-    def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
-        return decoded(self.pending(split, epoch, start))
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         if split == "train":

@@ -9,6 +9,7 @@ Rows of files whose typed columns can be taken by name: of Parquet, of Arrow, an
 rows of a batch -> rows of each file -> ColumnCursor.take -> typed columns -> ColumnDecoder -> joined in order
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
@@ -70,15 +71,11 @@ def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRo
     return RowReader(job, ids, rows, rows_of(files_of(job, "eval_path")))
 
 
-class RowReader:
-    """A `Reader` of both splits. `evaluation` None: data.eval_fraction reserves the last rows for evaluation."""
+class ReaderOfRows(ABC):
+    """What readers of rows have alike: the check of their ids, and batches of decoded parts."""
 
-    def __init__(self, job: Job, ids: IdCheck, rows: DataSetRows, evaluation: DataSetRows | None = None) -> None:
+    def __init__(self, job: Job, ids: IdCheck) -> None:
         self._job, self._ids = job, ids
-        self._rows = {"train": rows, "eval": evaluation or rows}
-        self._spans = split_spans(job, rows, evaluation)
-        self.dense_names = rows.dense_names
-        self.paths = [*rows.paths, *(evaluation.paths if evaluation else [])]
 
     @property
     def invalid_ids(self) -> int:
@@ -88,11 +85,25 @@ class RowReader:
     def id_types(self) -> dict[str, IdType]:
         return {name: kind for name, (kind, _) in self._ids.types.items()}
 
-    def num_samples(self, split: Kind) -> int | None:
-        return len(self._spans[split])
-
     def batches(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Batch]:
         return decoded(self.pending(split, epoch, start))
+
+    @abstractmethod
+    def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]: ...
+
+
+class RowReader(ReaderOfRows):
+    """A `Reader` of both splits. `evaluation` None: data.eval_fraction reserves the last rows for evaluation."""
+
+    def __init__(self, job: Job, ids: IdCheck, rows: DataSetRows, evaluation: DataSetRows | None = None) -> None:
+        super().__init__(job, ids)
+        self._rows = {"train": rows, "eval": evaluation or rows}
+        self._spans = split_spans(job, rows, evaluation)
+        self.dense_names = rows.dense_names
+        self.paths = [*rows.paths, *(evaluation.paths if evaluation else [])]
+
+    def num_samples(self, split: Kind) -> int | None:
+        return len(self._spans[split])
 
     def pending(self, split: Kind, epoch: int, start: int = 0) -> Iterator[Pending]:
         size, span = self._job.data.batch_size, self._spans[split]
