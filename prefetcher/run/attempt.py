@@ -501,7 +501,8 @@ class PrefetcherRun:
                 known, stopped = None if before is None else before.newest, lambda: self.signals.stop_reason is not None
                 point = look(self.job, self.options, self.checkpoints, known, self.shard, stopped)
             at_end = self.shard.count > 1 and before is not None and before.reached_end
-            over = self._is_complete if at_end else lambda: False
+            directory = RunDirectory(self.job.run_dir, "prefetcher")
+            over = (lambda: directory.completion() is not None) if at_end else lambda: False
             return None if point is None else PrefetcherAttempt(self, point, transport, crew, over)
 
         last = self._attempts.run(begin)
@@ -511,21 +512,16 @@ class PrefetcherRun:
         # with a fresh run that has no checkpoint, the run in the directory is the earlier one
         if last.finished and not self.checkpoints.are_fresh and self.shard.number == 0:
             crash_point("run not marked complete")
-            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last))
+            max_steps = self.options.max_steps
+            completion = Completion(
+                train_steps=last.train_steps,
+                epochs=self.job.data.epochs,
+                max_steps=max_steps if max_steps == last.train_steps else None,
+                patience=self.job.eval.patience if last.ended_early else 0,
+                reason=last.ended_early,
+            )
+            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(completion)
         return last.finished
-
-    def _is_complete(self) -> bool:
-        return RunDirectory(self.job.run_dir, "prefetcher").completion() is not None
-
-    def _completion(self, last: PrefetcherAttempt) -> Completion:
-        max_steps, train_steps = self.options.max_steps, last.train_steps
-        return Completion(
-            train_steps=train_steps,
-            epochs=self.job.data.epochs,
-            max_steps=max_steps if max_steps == train_steps else None,
-            patience=self.job.eval.patience if last.ended_early else 0,
-            reason=last.ended_early,
-        )
 
     def on_training(self) -> None:
         """Marks a complete run as incomplete once it trains again. A fresh run does not change the earlier one."""
