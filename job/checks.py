@@ -99,6 +99,11 @@ def check_whole(job: Job) -> None:
             f"model.compile: data.batch_size = {job.data.batch_size} is not a multiple of ranks.parts = "
             f"{job.ranks.num_parts}, so parts would have two shapes; change one of them, or remove model.compile"
         )
+    if job.ranks.memory is not None and isinstance(job.store, StoreWithTier):
+        raise ValueError(
+            f'ranks.memory = {job.ranks.memory}: with store.kind = "{job.store.kind}", rows beyond store.memory = '
+            f"{job.store.memory} leave the host's memory; remove ranks.memory"
+        )
     sparse = job.optimizer.sparse
     for table in job.tables:
         needs = needs_whole_rows(sparse, table)
@@ -179,13 +184,7 @@ def check_batch_arrays(data: Data, tables: Mapping[str, Table]) -> None:
         raise ValueError(f'data.of: a feature is called "{BATCH}", which here means the whole batch; rename it')
     for name, of in data.of.items():
         if name in tables:
-            if of != BATCH:
-                raise ValueError(f'data.of: {name} is a feature, which belongs to samples or the "{BATCH}", not {of!r}')
-            if format_of(data.format).has_files:
-                raise ValueError(
-                    f'data.of: {name} = "{BATCH}" needs a data set of your own, which makes batches; {data.format} has '
-                    "samples"
-                )
+            check_feature(name, of, data)
         else:
             check_array(name, of, data, tables)
         require_unpooled(tables[name if name in tables else of], f'data.of: {name} = "{of}"')
@@ -227,6 +226,15 @@ def check_negatives(data: Data, tables: Mapping[str, Table]) -> None:
             raise ValueError(
                 f'{key}.by = "log-uniform" takes tables of less than 2**31 rows, not {rows}; use "uniform"'
             )
+
+
+def check_feature(name: str, of: str, data: Data) -> None:
+    if of != BATCH:
+        raise ValueError(f'data.of: {name} is a feature, which belongs to samples or the "{BATCH}", not {of!r}')
+    if format_of(data.format).has_files:
+        raise ValueError(
+            f'data.of: {name} = "{BATCH}" needs a data set of your own, which makes batches; {data.format} has samples'
+        )
 
 
 def check_array(name: str, of: str, data: Data, tables: Mapping[str, Table]) -> None:

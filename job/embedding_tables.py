@@ -37,9 +37,9 @@ class Table(Section, frozen=True, kw_only=True):
     # which rank owns a row, if there are several: `rows` divides the table among all, and rows travel to the ranks that
     # look them up; `table` gives it to one rank, which pools it for all, and pooled vectors travel; `columns:K` gives
     # each of K pieces of its columns to one rank, not with `rowwise_adagrad`, `clip_rows` or `linear`, which treat a
-    # row as a whole; `auto` chooses among these by the bytes that the first batches would send, and knows nothing of
-    # the hosts' memory; it cuts no table if `cache.groups` is set or `cache.capacity` is in rows. It changes no bit,
-    # and a restart may change it
+    # row as a whole; `auto` chooses among these by the bytes that the first batches would send, within `ranks.memory`;
+    # it cuts no table if `cache.groups` is set or `cache.capacity` is in rows. It changes no bit, and a restart may
+    # change it
     placement: Placement = "rows"
 
     @property

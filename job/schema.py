@@ -287,6 +287,10 @@ class Ranks(Section, frozen=True, kw_only=True):
     # the slices of a batch whose gradients are added, `count` by default; they decide the bits, `count` does not; each
     # rank needs 1, 2, 4, 8, ... of them
     parts: Annotated[int, Meta(ge=1, le=2**12)] | None = None
+    # the most host memory that the rows of a rank may take once all are trained, for tables with
+    # `placement = "auto"`: they are placed within it; by default it is not counted. The index, at most 13 bytes a row,
+    # comes on top. Not with a memory tier, where `store.memory` is the limit
+    memory: Size | None = None
     # ranks of a host, `count` by default: torchrun's `--nproc-per-node`
     per_host: Annotated[int, Meta(ge=1)] | None = None
     timeout: str | float = "60s"  # how long a rank waits for the others before it gives up
@@ -300,6 +304,8 @@ class Ranks(Section, frozen=True, kw_only=True):
             raise ValueError(f"per_host = {self.per_host} must divide count = {self.count}")
         if not parse_seconds(self.timeout) > 0:
             raise ValueError(f"timeout = {self.timeout!r} must be more than 0 seconds")
+        if self.memory is not None:
+            parse_bytes(self.memory)
 
     @property
     def num_parts(self) -> int:

@@ -40,8 +40,7 @@ class Tiered(StoreWithTier, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.path == "":
-            raise ValueError("path is empty; name a folder")
+        check_path(self.path)
         if self.disk is not None:
             parse_bytes(self.disk)
 
@@ -61,6 +60,11 @@ class Redis(StoreWithTier, frozen=True, kw_only=True):
     @property
     def timeout_seconds(self) -> float:
         return parse_seconds("5s" if self.timeout is None else self.timeout)
+
+
+def check_path(path: str | None) -> None:
+    if path == "":
+        raise ValueError("path is empty; name a folder")
 
 
 @dataclass(frozen=True, slots=True)

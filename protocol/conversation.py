@@ -256,9 +256,7 @@ class PeerWatch:
         self._allow_for_pause(now_s)
         progress = self._progress()
         if not self._connected():
-            failure = self._failure()
-            if failure is not None and not isinstance(failure, PeerKilled):  # a killed one is started again
-                raise failure
+            self._check_failed()
             self._check_gone(now_s)
             self._check_coming(progress, now_s)
         elif not progress.ended:
@@ -285,6 +283,11 @@ class PeerWatch:
         if now_s - self._last_tick_s > PAUSE_S:
             self._listening_since_s = self._last_change_s = now_s
         self._last_tick_s = now_s
+
+    def _check_failed(self) -> None:
+        failure = self._failure()
+        if failure is not None and not isinstance(failure, PeerKilled):  # a killed one is started again
+            raise failure
 
     def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
         """Checks the time-out, which starts when this side is ready, and again whenever the peer is seen to start and

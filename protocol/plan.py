@@ -200,7 +200,6 @@ def step_block(batch: Samples, plan: StepPlan, start: int) -> ArrayBlock:
 
 
 def step_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> StepHeader:
-    shares = tuple(group.share.header for group in plan.groups if group.share is not None)
     return StepHeader(
         step=plan.step,
         kind=plan.kind,
@@ -210,7 +209,7 @@ def step_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> StepHeader
         groups=group_headers(plan),
         arrays=block.specs,
         arrays_bytes=block.nbytes,
-        share=BatchShare(batch_size=plan.batch_size, groups=shares) if shares else None,
+        share=batch_share(plan),
     )
 
 
@@ -227,6 +226,11 @@ def group_headers(plan: StepPlan) -> tuple[GroupHeader, ...]:
         )
         for group in plan.groups
     )
+
+
+def batch_share(plan: StepPlan) -> BatchShare | None:
+    headers = tuple(group.share.header for group in plan.groups if group.share is not None)
+    return BatchShare(batch_size=plan.batch_size, groups=headers) if headers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -114,6 +114,12 @@ class StageThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    def _wait(self, look_s: Callable[[], float], on_idle: Callable[[float], None] | None) -> None:
+        began_s = time.perf_counter()
+        self._bell.wait(look_s())
+        if on_idle is not None:
+            on_idle(time.perf_counter() - began_s)
+
     def _run(self, stage: Stage, look_s: Callable[[], float], on_idle: Callable[[float], None] | None) -> None:
         try:
             while True:
@@ -123,10 +129,7 @@ class StageThread:
                 if stage():
                     self._on_work()
                 else:
-                    began_s = time.perf_counter()
-                    self._bell.wait(look_s())
-                    if on_idle is not None:
-                        on_idle(time.perf_counter() - began_s)
+                    self._wait(look_s, on_idle)
         except BaseException as error:  # noqa: BLE001 - the process must get any error
             self._on_error(error)
 

@@ -12,13 +12,14 @@ from typing import Annotated
 from typer import Option
 
 from rowcast.analysis.advise.cost import (
-    Assumed,
+    COUNTED,
+    STAGES,
     Demand,
     Rates,
+    RowRates,
     cores_need,
-    cost,
     demand,
-    given_rates,
+    least_step,
     probe_decoding,
     probe_planning,
     probe_rows,
@@ -54,8 +55,7 @@ from rowcast.runtime.errors import ConfigError
 from rowcast.runtime.machine import free_memory
 from rowcast.runtime.telemetry.format_numbers import size_text
 
-STEP_MS = 10.0
-LINK_GBS = 12.0
+STEP_MS, LINK_GBS, GIVEN = 10.0, 12.0, ("step_ms", "link_gbs", "gather_gbs")
 # a larger id budget, as a multiple of the job's, is recommended if it saves this share of the rows
 LARGER_BUDGET, WORTH = 4, 0.01
 LARGER_BATCH = 1.1  # than any batch that was read, of a run that may go on
@@ -78,7 +78,7 @@ class AdviseOptions:
     def __post_init__(self) -> None:
         if not 0 < self.sample <= 1:
             raise ConfigError(f"--sample {self.sample}: give a share above 0, at most 1")
-        for name in ("step_ms", "link_gbs", "gather_gbs"):
+        for name in GIVEN:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: give a number above 0")
@@ -106,17 +106,21 @@ def machine_rates(observed: Observed, job: Job, request: AdviseOptions, capacity
     batch = observed.measured[0].batch
     if batch.dense.shape[1] < len(reader.dense_names):  # only ids were read
         plan_bytes += 4 * (len(reader.dense_names) - batch.dense.shape[1]) * batch.size // job.ranks.count
-    given = request.gather_gbs
-    rows = (
-        probe_rows(group, job.job.seed) if given is None else given_rates(group, given * 1e9)
-        for group in observed.groups
-    )
+    given = {name: getattr(request, name) for name in GIVEN if getattr(request, name) is not None}
+    gather_gbs = given.get("gather_gbs")
     return Rates(
-        rows=tuple(rows),
+        rows={
+            group.name: probe_rows(group, job.job.seed, COUNTED)
+            if gather_gbs is None
+            else RowRates(*[1e9 * gather_gbs] * 3)
+            for group in observed.groups
+        },
         decode_s=probe_decoding(reader, observed.rank),
         plan_s=plan_s,
         plan_bytes=plan_bytes,
-        link_bytes_s=(request.link_gbs or LINK_GBS) * 1e9,
+        step_ms=given.get("step_ms", STEP_MS),
+        link_gbs=given.get("link_gbs", LINK_GBS),
+        given=tuple(given),
     )
 
 
@@ -124,8 +128,6 @@ class Adviser:
     def __init__(self, job: Job, request: AdviseOptions, observed: Observed, rates: Rates, trials: Trials) -> None:
         self._job, self._observed, self._rates, self._trials = job, observed, rates, trials
         self._least_bytes = trials.smallest * (1 if request.max_steps is None else LARGER_BATCH)
-        self._step_ms = request.step_ms or STEP_MS
-        self._assumed = assumed(request, observed, rates)
         self._everything = self._demand(trials.capacities[-1])
 
     def advice(self) -> Advice:
@@ -138,8 +140,8 @@ class Adviser:
         why = reasons(job, chosen, choice)
         advice = Advice(
             read=what_was_read(observed),
-            assumed=self._assumed,
-            cores=cores_need(self._demand(capacity_bytes), self._rates, self._step_ms / 1e3),
+            assumed=self._rates,
+            cores=cores_need(self._demand(capacity_bytes), self._rates),
             curve=curve,
             choice=choice,
             recommended=Recommendation(
@@ -158,7 +160,8 @@ class Adviser:
         return demand(self._observed, self._trials.moved(capacity_bytes), self._rates, self._job.lookahead.depth)
 
     def _at(self, capacity_bytes: int) -> Point:
-        paid = cost(self._demand(capacity_bytes), self._everything)
+        here = self._demand(capacity_bytes)
+        of_stages, least_s = here.seconds.mean(axis=1).tolist(), least_step(here, self._everything)
         fetched, after = (
             self._trials.fetched_bytes(nbytes)
             for nbytes in (capacity_bytes, min(2 * capacity_bytes, self._trials.capacities[-1]))
@@ -167,14 +170,14 @@ class Adviser:
             capacity_bytes=capacity_bytes,
             traffic=self._trials.traffic(capacity_bytes),
             doubling_saves=max(0.0, 1 - after / fetched) if fetched else 0.0,
-            move_ms=1e3 * paid.mean_s,
-            limit=paid.stage if paid.mean_s > self._rates.plan_s else "planning",
-            least_step_ms=1e3 * paid.least_step_s,
-            stalls=paid.least_step_s > self._step_ms / 1e3,
+            move_ms=1e3 * max(of_stages),
+            limit=STAGES[of_stages.index(max(of_stages))] if max(of_stages) > self._rates.plan_s else "planning",
+            least_step_ms=1e3 * least_s,
+            stalls=1e3 * least_s > self._rates.step_ms,
         )
 
     def _choice(self, curve: tuple[Point, ...]) -> CapacityChoice:
-        anyway = 1.0 - float(self._everything.fits(self._step_ms / 1e3).mean())
+        anyway = 1.0 - float(self._everything.fits(self._rates.step_ms / 1e3).mean())
         enough = curve[first_without([point.stalls for point in curve])].capacity_bytes
         return CapacityChoice(
             knee_bytes=curve[knee([point.doubling_saves for point in curve])].capacity_bytes,
@@ -190,9 +193,9 @@ class Adviser:
         known = min(horizon + 1, len(self._observed))
         return ChosenValues(
             predicted=predicted,
-            depth=max(lookahead.depth, enough_depth(travel_s, self._step_ms / 1e3)),
+            depth=max(lookahead.depth, enough_depth(travel_s, self._rates.step_ms / 1e3)),
             travel_ms=1e3 * travel_s,
-            step_ms=self._step_ms,
+            step_ms=self._rates.step_ms,
             horizon=known - 1,
             known_bytes=int(min(known * self._observed.id_bytes, id_bytes or parse_bytes(lookahead.id_bytes))),
             id_bytes=id_bytes,
@@ -208,21 +211,6 @@ class Adviser:
         job = with_values(self._job, {"lookahead": {"id_bytes": larger}})
         before, after = (self._trials.moved_with(capacity_bytes, own).fetched.sum() for own in (self._job, job))
         return larger if after < (1 - WORTH) * before else None
-
-
-def assumed(request: AdviseOptions, observed: Observed, rates: Rates) -> Assumed:
-    return Assumed(
-        step_ms=request.step_ms or STEP_MS,
-        step_given=request.step_ms is not None,
-        link_gbs=rates.link_bytes_s / 1e9,
-        link_given=request.link_gbs is not None,
-        gather_given=request.gather_gbs is not None,
-        tables_gbs={
-            group.name: {name: getattr(own, name) * group.record_bytes / 1e9 for name in ("read", "first", "write")}
-            for group, own in zip(observed.groups, rates.rows, strict=True)
-        },
-        plan_ms=1e3 * rates.plan_s,
-    )
 
 
 def run_advise(job: Job, options: AdviseOptions) -> None:

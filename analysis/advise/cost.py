@@ -51,9 +51,9 @@ STAGES = (
 NO_MORE = 0.01  # a stall below this share of the time with every row on the device counts as none
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RowRates:
-    """Rows per second of one group."""
+    """Bytes of rows per second of one group."""
 
     read: float  # trained rows, from the tables
     first: float  # untrained rows: their first values are computed
@@ -62,19 +62,19 @@ class RowRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    rows: tuple[RowRates, ...]  # one for each group
+    """As the user gave them, as assumed, or a share of what this machine does."""
+
+    rows: dict[str, RowRates]  # of each group
     decode_s: float  # per batch: its ids
     plan_s: float  # per batch
     plan_bytes: float  # bytes of a plan and its batch on the link, without rows
-    link_bytes_s: float  # in each direction
+    link_gbs: float  # 10^9 bytes/s in each direction
+    step_ms: float  # what a step takes to compute
+    given: tuple[str, ...] = ()  # options that the user set
 
 
-def given_rates(group: GroupSpec, bytes_s: float) -> RowRates:
-    rows_s = bytes_s / group.record_bytes
-    return RowRates(read=rows_s, first=rows_s, write=rows_s)
-
-
-def probe_rows(group: GroupSpec, seed: int) -> RowRates:
+def probe_rows(group: GroupSpec, seed: int, share: float = 1.0) -> RowRates:
+    """`share`: of the measured rates, that is counted on."""
     first = group.tables[0]
     num_rows = max(1, PROBE_BYTES // group.record_bytes)
     probed = replace(group, tables=(replace(first, num_embeddings=num_rows),))
@@ -93,7 +93,8 @@ def probe_rows(group: GroupSpec, seed: int) -> RowRates:
         read = least_seconds(lambda keys: finish(store.read(keys, records)), chosen)
     finally:
         store.close()
-    return RowRates(read=COUNTED * count / read, first=COUNTED * count / fresh, write=COUNTED * count / write)
+    counted = share * count * group.record_bytes
+    return RowRates(read=counted / read, first=counted / fresh, write=counted / write)
 
 
 def least_seconds(work: Callable[[I64], object], chosen: list[I64]) -> float:
@@ -164,64 +165,35 @@ class Demand:
 def demand(observed: Observed, moved: EstimatedMoves, rates: Rates, depth: int) -> Demand:
     fetched, written = moved.fetched, moved.written_back
     first = np.minimum(fetched, observed.first_touches / np.array(observed.shares))
-    read_s, first_s, write_s = (
-        1 / np.array([getattr(rows, name) for rows in rates.rows]) for name in ("read", "first", "write")
+    read_s, first_s, write_s = (  # of a row
+        observed.record_bytes / np.array([getattr(rows, name) for rows in rates.rows.values()])
+        for name in ("read", "first", "write")
     )
+    link_bytes_s = 1e9 * rates.link_gbs
     seconds = [
         (fetched - first) @ read_s + first @ first_s,
-        (fetched @ observed.record_bytes + rates.plan_bytes) / rates.link_bytes_s,
-        written @ observed.record_bytes / rates.link_bytes_s,
+        (fetched @ observed.record_bytes + rates.plan_bytes) / link_bytes_s,
+        written @ observed.record_bytes / link_bytes_s,
         written @ write_s,
     ]
     return Demand(seconds=np.stack([stretches(of_stage, depth + 1) for of_stage in seconds]))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cost:
-    """The cost of a capacity compared with a cache for all rows."""
-
-    mean_s: float  # per step, of the slowest stage
-    stage: str
-    least_step_s: float  # a shorter step waits for rows that a larger cache would have kept; 0 if there are none
-
-
-def cost(here: Demand, everything: Demand) -> Cost:
-    of_stages = here.seconds.mean(axis=1)
-    slowest = int(np.argmax(of_stages))
+def least_step(here: Demand, everything: Demand) -> float:
+    """Returns the seconds below which a step waits for rows that a larger cache would have kept; 0 if there are none.
+    `everything`: with a cache for all rows."""
     more = here.stretch_s > (1 + NO_MORE) * everything.stretch_s
-    return Cost(
-        mean_s=float(of_stages[slowest]),
-        stage=STAGES[slowest],
-        least_step_s=float(here.stretch_s[more].max(initial=0.0)),
-    )
+    return float(here.stretch_s[more].max(initial=0.0))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CoresNeed:
-    """Milliseconds of a core that a step takes of the host, besides the thread that issues steps."""
-
-    decode_ms: float
-    plan_ms: float
-    read_ms: float
-    write_ms: float
-    cores: float  # that are busy with all of them, for steps of the given time
-
-
-def cores_need(here: Demand, rates: Rates, step_s: float) -> CoresNeed:
-    """`here`: of the recommended capacity."""
+def cores_need(here: Demand, rates: Rates) -> dict[str, float]:
+    """Returns the milliseconds of a core that a step takes of the host, besides the thread that issues steps. `here`:
+    of the recommended capacity."""
     read_s, _, _, write_s = here.seconds.mean(axis=1).tolist()
-    each_s = (rates.decode_s, rates.plan_s, read_s, write_s)
-    decode_ms, plan_ms, read_ms, write_ms = (1e3 * seconds for seconds in each_s)
-    cores = sum(each_s) / step_s
-    return CoresNeed(decode_ms=decode_ms, plan_ms=plan_ms, read_ms=read_ms, write_ms=write_ms, cores=cores)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Assumed:
-    step_ms: float
-    step_given: bool  # by the user
-    link_gbs: float
-    link_given: bool
-    gather_given: bool  # otherwise the rates below were measured, and half of each is counted on
-    tables_gbs: dict[str, dict[str, float]]  # group -> read, first, write: 10^9 bytes of rows per second
-    plan_ms: float  # measured, doubled
+    seconds = {
+        "decoding ids": rates.decode_s,
+        "planning": rates.plan_s,
+        "reading rows": read_s,
+        "writing rows": write_s,
+    }
+    return {name: 1e3 * own for name, own in seconds.items()}

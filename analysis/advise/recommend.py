@@ -13,7 +13,7 @@ from math import ceil
 from rich.table import Table
 from rich.text import Text
 
-from rowcast.analysis.advise.cost import Assumed, CoresNeed
+from rowcast.analysis.advise.cost import Rates
 from rowcast.analysis.advise.read import ReadData
 from rowcast.analysis.advise.trials import RowTraffic
 from rowcast.analysis.show import CHOSEN, Part, table_of
@@ -59,8 +59,8 @@ class Recommendation:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
     read: ReadData
-    assumed: Assumed
-    cores: CoresNeed
+    assumed: Rates
+    cores: dict[str, float]  # milliseconds of a core on the host in a step, by work
     curve: tuple[Point, ...]  # by capacity, ascending; the last one holds all rows that were touched
     choice: CapacityChoice
     recommended: Recommendation
@@ -201,7 +201,7 @@ def sentences(advice: Advice) -> Iterator[str]:
     if choice.no_stall_bytes is not None:
         least = human_bytes(choice.no_stall_bytes)
         yield f"No stalls for lack of capacity: from {least} up, with steps of {advice.assumed.step_ms:g} ms"
-    slowest_ms = max(predicted.move_ms, advice.assumed.plan_ms)
+    slowest_ms = max(predicted.move_ms, 1e3 * advice.assumed.plan_s)
     here = human_bytes(predicted.capacity_bytes)
     yield f"Limit: at {here} the slowest stage is {predicted.limit}, {slowest_ms:.2g} ms per step"
     yield cores_text(advice.cores, advice.assumed.step_ms)
@@ -209,37 +209,30 @@ def sentences(advice: Advice) -> Iterator[str]:
     yield "Memory: `rowcast check` with these sections compares what both processes need with what is free"
 
 
-def cores_text(need: CoresNeed, step_ms: float) -> str:
-    parts = (
-        ("decoding ids", need.decode_ms),
-        ("planning", need.plan_ms),
-        ("reading rows", need.read_ms),
-        ("writing rows", need.write_ms),
-    )
-    each = ", ".join(f"{name} {ms:.2g}" for name, ms in parts)
-    total_ms = sum(ms for _, ms in parts)
+def cores_text(need: Mapping[str, float], step_ms: float) -> str:
+    each = ", ".join(f"{name} {ms:.2g}" for name, ms in need.items())
+    total_ms = sum(need.values())
     return (
         f"Cores: a step takes {total_ms:.2g} ms of a core on the host ({each}), as measured here and doubled; with "
-        f"steps of {step_ms:g} ms that is {need.cores:.2g} cores, besides those of the trainer"
+        f"steps of {step_ms:g} ms that is {total_ms / step_ms:.2g} cores, besides those of the trainer"
     )
 
 
-def assumptions(assumed: Assumed) -> str:
-    step = f"a step takes {assumed.step_ms:g} ms" + ("" if assumed.step_given else " (--step-ms)")
-    link = f"the link moves {assumed.link_gbs:g} GB/s each way" + (
-        "" if assumed.link_given else " (--link-gbs; PCIe 3.0 x16)"
-    )
-    if assumed.gather_given:
-        rows = f"tables are read and written at {next(iter(assumed.tables_gbs.values()))['read']:g} GB/s"
-        planning = f"planning takes {assumed.plan_ms:.2g} ms per batch"
+def assumptions(assumed: Rates) -> str:
+    step = f"a step takes {assumed.step_ms:g} ms" + ("" if "step_ms" in assumed.given else " (--step-ms)")
+    link = f"the link moves {assumed.link_gbs:g} GB/s each way"
+    link += "" if "link_gbs" in assumed.given else " (--link-gbs; PCIe 3.0 x16)"
+    planning = f"planning takes {1e3 * assumed.plan_s:.2g} ms per batch"
+    if "gather_gbs" in assumed.given:
+        rows = f"tables are read and written at {next(iter(assumed.rows.values())).read / 1e9:g} GB/s"
         return f"Given or assumed: {step}, {link}, {rows}. Measured here, doubled: {planning}"
     each = "; ".join(
-        f"{rates['read']:.2g} GB/s read, {rates['first']:.2g} made the first time, {rates['write']:.2g} written"
-        for rates in assumed.tables_gbs.values()
+        f"{own.read / 1e9:.2g} GB/s read, {own.first / 1e9:.2g} made the first time, {own.write / 1e9:.2g} written"
+        for own in assumed.rows.values()
     )
     return (
         f"Given or assumed: {step}, {link}. Measured here, half of it counted on: rows of the tables, {each} "
-        f"(--gather-gbs); planning takes {assumed.plan_ms:.2g} ms per batch"
+        f"(--gather-gbs); {planning}"
     )
 
 
@@ -252,9 +245,9 @@ def notes(job: Job, advice: Advice) -> Iterator[str]:
             f"All numbers are of one of {ranks.count} ranks, the first. The capacity holds the batches of the rank "
             "that owns most of them. Exchanges between ranks take time of their own: `rowcast simulate --ranks`"
         )
-    if assumed.plan_ms > assumed.step_ms:
+    if 1e3 * assumed.plan_s > assumed.step_ms:
         yield (
-            f"Planning takes {assumed.plan_ms:.2g} ms per batch, more than a step of {assumed.step_ms:g} "
+            f"Planning takes {1e3 * assumed.plan_s:.2g} ms per batch, more than a step of {assumed.step_ms:g} "
             "ms at any capacity; more prefetcher.threads may help"
         )
     if choice.no_stall_bytes is None:

@@ -29,6 +29,7 @@ from rowcast.prefetcher.planner.first_batches import (
     Traffic,
     counted,
     everywhere,
+    short_of_memory,
     slots_of,
 )
 from rowcast.prefetcher.planner.grouping import Grouper
@@ -247,10 +248,7 @@ class Seen:
     def add(self, batch: Batch, groupers: list[Grouper]) -> None:
         for g, (group, grouper) in enumerate(zip(self.groups, groupers, strict=True)):
             lookups = grouper.lookups(batch)
-            keys = grouper.group(lookups).keys
-            owned = len(keys)  # by the rank with most of them
-            if self.count > 1:
-                owned = int(np.bincount(Shards(group.tables, self.count).owners(keys), minlength=1).max())
+            owned = most_owned(group, grouper.group(lookups).keys, self.count)
             self.largest_batch_rows[g] = max(self.largest_batch_rows[g], owned)
             for table, num_lookups in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
                 self.lookups[table.index] += num_lookups
@@ -259,9 +257,7 @@ class Seen:
         self.labels = self.labels or [SeenLabel() for _ in columns]
         for seen, column in zip(self.labels, columns, strict=True):
             seen.add(column)
-        arrays = [batch.dense, batch.labels, batch.ids, batch.offsets, batch.weights, *batch.inputs.values()]
-        nbytes = sum(array.nbytes for array in arrays if array is not None)
-        self.largest_batch_bytes = max(self.largest_batch_bytes, nbytes)
+        self.largest_batch_bytes = max(self.largest_batch_bytes, bytes_of(batch))
 
     @property
     def largest_rows(self) -> list[int]:
@@ -285,6 +281,17 @@ class Seen:
             ),
             distinct_rows=tuple(map(max, zip(*(of_rank.distinct_rows for of_rank in self.of_ranks), strict=True))),
         )
+
+
+def most_owned(group: GroupSpec, keys: I64, count: int) -> int:
+    """Returns how many of these rows the rank with most of them owns."""
+    return len(keys) if count == 1 else int(np.bincount(Shards(group.tables, count).owners(keys), minlength=1).max())
+
+
+def bytes_of(batch: Batch) -> int:
+    optional = sum(array.nbytes for array in (batch.offsets, batch.weights) if array is not None)
+    inputs = sum(array.nbytes for array in batch.inputs.values())
+    return batch.dense.nbytes + batch.labels.nbytes + batch.ids.nbytes + optional + inputs
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
@@ -415,17 +422,19 @@ def capacity_for(job: Job, group: GroupSpec, num_groups: int, largest_batch_rows
 def check_placement(asked: Job, placed: Job, count: Callable[[], Traffic]) -> Iterator[Finding]:
     """`asked`: the job as its file has it. `placed`: with every table placed as a run would. `count`: counts what the
     run's first batches send."""
+    if short := short_of_memory(asked, placed, count):
+        yield warning(short)
     if placed.ranks.count == 1 or all(table.placement == "rows" for table in asked.tables):
         return
     traffic, placements = count(), [table.placement for table in placed.tables]
     for table, nbytes in zip(asked.tables, traffic.of_each(placements), strict=True):
         if table.placement != "rows":
-            yield ok(sentence_of(nbytes))
+            yield ok(sentence_of(nbytes, " or hold more than ranks.memory" if asked.ranks.memory else ""))
     rows, chosen = traffic.of(everywhere(placed, "rows")), traffic.of(placements)
     yield ok(f"all tables: {sum_of(chosen)} a step, both ways; with all tables by rows {sum_of(rows)}")
 
 
-def sentence_of(of_table: TableBytes) -> str:
+def sentence_of(of_table: TableBytes, or_else: str) -> str:
     rows, vectors = human_bytes(of_table.rows), human_bytes(of_table.vectors)
     if of_table.owners:
         ranks = ", ".join(map(str, of_table.owners))
@@ -433,7 +442,7 @@ def sentence_of(of_table: TableBytes) -> str:
             f"rank {ranks} pools it" if len(of_table.owners) == 1 else f"ranks {ranks} pool a piece of its columns each"
         )
         return f"table {of_table.table}: {who} for all, {vectors} a rank and step; by rows {rows}"
-    why = "; its owner would make the busiest rank busier" if of_table.vectors < of_table.rows else ""
+    why = f"; its owner would make the busiest rank busier{or_else}" if of_table.vectors < of_table.rows else ""
     return f"table {of_table.table}: rows travel, {rows} a rank and step; as pooled vectors {vectors}{why}"
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, NamedTuple
 import typer
 from typer import Option
 
-from rowcast.analysis.advise.cost import COUNTED, probe_rows
+from rowcast.analysis.advise.cost import probe_rows
 from rowcast.analysis.estimate.pipeline import (
     HANDOVERS,
     Durations,
@@ -255,8 +255,7 @@ def margin(device: DeviceRates, of_kernels: dict[str, float]) -> float:
 def host_rates(job: Job) -> dict[str, KernelRates]:
     """Seconds of a row of each group: read, read for the first time, when its first value is computed, and written."""
     return {
-        # rates that `advise` may rely on are a share of those measured
-        f"{name} {group.name}": KernelRates(terms={"rows": COUNTED / getattr(rates, name)})
+        f"{name} {group.name}": KernelRates(terms={"rows": group.record_bytes / getattr(rates, name)})
         for group in possible_groups(job)
         for rates in [probe_rows(group, job.job.seed)]
         for name in ("read", "first", "write")

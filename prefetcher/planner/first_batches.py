@@ -10,7 +10,7 @@ once forward and once backward.
 """
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -27,6 +27,7 @@ from rowcast.job.tables import (
     cuts,
     num_features,
     points_of,
+    record_parts,
     rows_in,
     whole_groups,
 )
@@ -39,7 +40,8 @@ from rowcast.prefetcher.planner.planner import groupers_of
 from rowcast.protocol.batch import Lookups, Scheduled
 from rowcast.protocol.parts import UNDIVIDED, Rank, Shards, part_bounds, parts_of
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.errors import ConfigError, listed
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 
 MEASURED_BATCHES = 32
 TOUCHES = f"a batch among the first {MEASURED_BATCHES} touches"
@@ -238,6 +240,9 @@ class Traffic:
     def __init__(self, job: Job) -> None:
         self.job, self._count = job, job.ranks.count
         self._placed_as = cache(lambda t, placement: msgspec.structs.replace(job.tables[t], placement=placement))
+        self._record_bytes = cache(
+            lambda t, pieces: record_parts(job.optimizer.sparse, job.tables[t].dtype, job.tables[t].width // pieces)[1]
+        )
         self._shards = [
             Shards([replace(table, point=None) for table in group.tables], self._count) for group in whole_groups(job)
         ]
@@ -300,6 +305,15 @@ class Traffic:
         points = points_of(placed, self._count) or [()] * len(placements)
         return [tuple(point * self._count >> 32 for point in table_points) for table_points in points]
 
+    def row_memory(self, placements: Sequence[Placement]) -> I64:
+        """Returns the bytes of each rank's rows once all are trained, with their state but without an index, [N]."""
+        nbytes = np.zeros(self._count, np.int64)
+        for t, owners in enumerate(self.owners(placements)):
+            of_table = self.job.tables[t].num_embeddings * self._record_bytes(t, max(1, len(owners)))
+            nbytes += 0 if owners else -(-of_table // self._count)
+            np.add.at(nbytes, list(owners), of_table)
+        return nbytes
+
     @property
     def _times(self) -> int:
         return max(self.steps, 1) * self._count
@@ -344,22 +358,55 @@ def counted(job: Job, measured: Sequence[Scheduled[Lookups]]) -> Traffic:
 
 def chosen(job: Job, traffic: Traffic) -> list[Placement]:
     """Returns the placement of each table, in the job's order, none of them "auto". Where the job says "auto", a table
-    is pooled if that sends fewer bytes and lowers those of the busiest rank; with one rank none is. Ties go by the
-    order of tables."""
+    is pooled if that sends fewer bytes, lowers those of the busiest rank, and brings no rank further beyond
+    `ranks.memory`; with one rank none is. Ties go by the order of tables."""
+    unlimited = cheapest(job, traffic, None)
+    return cheapest(job, traffic, job.ranks.memory) if beyond(job.ranks.memory, traffic, unlimited) else unlimited
+
+
+def cheapest(job: Job, traffic: Traffic, memory: str | int | None) -> list[Placement]:
+    """As `chosen`, with this memory of a rank."""
     gains = traffic.gains()
     auto = [t for t, table in enumerate(job.tables) if table.placement == "auto" and gains[t] > 0]
     gaining = sorted(auto, key=lambda t: (-gains[t], t))
 
-    def busiest(pooled: Set[int]) -> int:
-        return traffic.busiest(with_pooled(job, pooled))
+    @cache
+    def price(pooled: frozenset[int]) -> tuple[int, int]:
+        placements = with_pooled(job, pooled)
+        return beyond(memory, traffic, placements), traffic.busiest(placements)
 
     # each of many equal tables alone makes its owner the busiest rank, so tables are first added without looking
-    best = min((frozenset(gaining[:end]) for end in range(len(gaining) + 1)), key=busiest)
-    least = busiest(best)
+    added = [frozenset[int]()]
     for t in gaining:
-        if (most := busiest(other := best ^ {t})) < least:
-            best, least = other, most
+        if price(added[-1] | {t})[0] <= price(added[-1])[0]:
+            added.append(added[-1] | {t})
+    best = min(added, key=price)
+    for t in gaining:
+        best = min(best, best ^ {t}, key=price)
     return with_pooled(job, best)
+
+
+def beyond(memory: str | int | None, traffic: Traffic, placements: Sequence[Placement]) -> int:
+    """Returns by how many bytes the rows of the fullest rank exceed `memory`; 0 if none does."""
+    return 0 if memory is None else max(0, int(traffic.row_memory(placements).max()) - parse_bytes(memory))
+
+
+def short_of_memory(asked: Job, placed: Job, count: Callable[[], Traffic]) -> str:
+    """Returns a sentence about what `ranks.memory` leaves no room for; "" if all fits. `asked`: the job as its file has
+    it. `placed`: with every table placed. `count`: counts the run's first batches."""
+    memory = asked.ranks.memory
+    if memory is None:
+        return ""
+    traffic, placements = count(), [table.placement for table in placed.tables]
+    of_ranks = traffic.row_memory(placements)
+    if beyond(memory, traffic, placements):
+        rows = f"the rows of rank {of_ranks.argmax()} take up to {human_bytes(int(of_ranks.max()))}"
+        return f"ranks.memory = {memory}: {rows} once all are trained; raise it, make tables smaller or use more ranks"
+    unlimited = cheapest(asked, traffic, None)
+    left = [table.name for table, way in zip(placed.tables, unlimited, strict=True) if way != table.placement == "rows"]
+    most = human_bytes(int(traffic.row_memory(unlimited).max()))
+    rows_travel = f"the rows of {listed(left)} travel; if they were pooled, a rank would hold up to {most} of rows"
+    return f"ranks.memory = {memory}: {rows_travel}; raise it to send fewer bytes" if left else ""
 
 
 def with_pooled(job: Job, pooled: Set[int]) -> list[Placement]:

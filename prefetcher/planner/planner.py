@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Policy
+from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Lookahead, Policy
 from rowcast.job.tables import GroupSpec, batch_features, num_features
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.all_groups import NUM_MOVED, enter_all, find_unprepared, move_all
@@ -198,6 +198,14 @@ class Level:
         for g in self._divided:
             moves[g] = self.groups[g].move(counts[g], plan, last_plan, train)
         return tuple(moves)
+
+
+def check_capacity(levels: Sequence[Level], bundle: Bundle) -> None:
+    """Raises ConfigError if the bundle, then of a single batch, does not fit the device. If it does, it fits every
+    level."""
+    for index, keys in enumerate(bundle.keys):
+        if len(keys) > levels[0].groups[index].num_slots:
+            raise ConfigError(refusal(levels, index, bundle.first.step, len(keys)))
 
 
 def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> str:
@@ -468,9 +476,7 @@ class RowPlanner:
     def move(self) -> PlanMoves:
         """Plans like `plan`, but makes no array with an element per look-up."""
         bundle, known = self.known.next, self.known
-        for index, keys in enumerate(bundle.keys):  # what fits the device fits every level
-            if len(keys) > self.levels[0].groups[index].num_slots:  # then it is a single batch
-                raise ConfigError(refusal(self.levels, index, bundle.first.step, len(keys)))
+        check_capacity(self.levels, bundle)
         moves = tuple(level.move(bundle, known.last_plan) for level in self.levels)
         after_plan = self._write_backs.after_plan(bundle.plan, moves[0])
         if self._auto is not None:
@@ -574,12 +580,11 @@ def job_planner(
 ) -> RowPlanner:
     """Makes the planner of a job, the same for a run and for a simulation. `first_batches`: the batches that divided
     the capacity. The others as in RowPlanner."""
-    least, is_auto = job.lookahead.horizon_batches, job.lookahead.horizon == "auto"
     planner = RowPlanner(
         groups,
         slots,
         job.lookahead.depth,
-        AutoHorizon(least, parse_bytes(job.lookahead.id_bytes)) if is_auto else least,
+        job_horizon(job.lookahead),
         bundle=job.bundle,
         policy=job.cache.policy,
         first_batches=first_batches,
@@ -589,6 +594,11 @@ def job_planner(
     planner.checkpoint_every = job.checkpoint.interval
     planner.saves_evaluations = job.eval.keep == "best"
     return planner
+
+
+def job_horizon(lookahead: Lookahead) -> int | AutoHorizon:
+    least = lookahead.horizon_batches
+    return AutoHorizon(least, parse_bytes(lookahead.id_bytes)) if lookahead.horizon == "auto" else least
 
 
 @compiled_loop

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 
 import msgspec
 import numpy as np
@@ -30,7 +30,7 @@ from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.key_exchange import KeyLinks, NoLinks
 from rowcast.prefetcher.pipeline.metrics import new_counters
 from rowcast.prefetcher.pipeline.planning import CheckpointClock
-from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, counted
+from rowcast.prefetcher.planner.first_batches import MEASURED_BATCHES, counted, short_of_memory
 from rowcast.prefetcher.planner.planner import RowPlanner, job_planner
 from rowcast.prefetcher.readers.data_files import files_text, in_recorded_order, with_recorded_rule
 from rowcast.prefetcher.readers.id_check import check_id_types
@@ -125,7 +125,10 @@ class PrefetcherAttempt:
                 measured = self._measure()
                 if self._run.signals.stop_reason is None:
                     self._check_belongs(measured)
-                    self._job = self._run.place(placed(self._job, self.newest, partial(counted, self._job, measured)))
+                    asked, count = self._job, cache(partial(counted, self._job, measured))
+                    self._job = self._run.place(placed(asked, self.newest, count))
+                    if short := short_of_memory(asked, self._job, count):
+                        self._log.warning(short)
                     self._source.place(self._job, measured[-1].following if measured else self._start)
                     self._run.tables.restore(self.newest)
                     self._serve(connection, measured)
@@ -501,8 +504,7 @@ class PrefetcherRun:
                 known, stopped = None if before is None else before.newest, lambda: self.signals.stop_reason is not None
                 point = look(self.job, self.options, self.checkpoints, known, self.shard, stopped)
             at_end = self.shard.count > 1 and before is not None and before.reached_end
-            directory = RunDirectory(self.job.run_dir, "prefetcher")
-            over = (lambda: directory.completion() is not None) if at_end else lambda: False
+            over = self._is_complete if at_end else lambda: False
             return None if point is None else PrefetcherAttempt(self, point, transport, crew, over)
 
         last = self._attempts.run(begin)
@@ -512,16 +514,21 @@ class PrefetcherRun:
         # with a fresh run that has no checkpoint, the run in the directory is the earlier one
         if last.finished and not self.checkpoints.are_fresh and self.shard.number == 0:
             crash_point("run not marked complete")
-            max_steps = self.options.max_steps
-            completion = Completion(
-                train_steps=last.train_steps,
-                epochs=self.job.data.epochs,
-                max_steps=max_steps if max_steps == last.train_steps else None,
-                patience=self.job.eval.patience if last.ended_early else 0,
-                reason=last.ended_early,
-            )
-            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(completion)
+            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last))
         return last.finished
+
+    def _is_complete(self) -> bool:
+        return RunDirectory(self.job.run_dir, "prefetcher").completion() is not None
+
+    def _completion(self, last: PrefetcherAttempt) -> Completion:
+        max_steps, train_steps = self.options.max_steps, last.train_steps
+        return Completion(
+            train_steps=train_steps,
+            epochs=self.job.data.epochs,
+            max_steps=max_steps if max_steps == train_steps else None,
+            patience=self.job.eval.patience if last.ended_early else 0,
+            reason=last.ended_early,
+        )
 
     def on_training(self) -> None:
         """Marks a complete run as incomplete once it trains again. A fresh run does not change the earlier one."""

@@ -92,6 +92,12 @@ def test_each_table_says_where_it_goes_and_why(tmp_path: Path) -> None:
     assert seen.groups[0].tables[0].point == 0
     assert shard_rows(seen.groups[0].tables[0], 4).tolist() == [2000, 0, 0, 0]
     assert "; 1 table with one owner each" in of_ranks(job)[1].sentence
+    little = ranked_job(tmp_path, tables=tables, ranks={"count": 4, "memory": "2000B"})
+    seen = Seen(groups=group_specs(little), count=4)
+    assert [finding.level for finding in check_opens(little, seen)] == ["ok"]
+    short, *_ = check_start(little, seen, lambda: None)
+    assert (short.level, short.subject) == ("warning", "placement")
+    assert re.search(facts("ranks.memory", "2000B", "rank 0"), short.sentence)
 
 
 def test_tables_by_rows_say_nothing_of_placement(tmp_path: Path) -> None:

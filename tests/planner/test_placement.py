@@ -1,5 +1,6 @@
 """What tables send between ranks by each placement, and the choice of it."""
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -12,13 +13,16 @@ from rowcast.analysis.estimate.estimate import host_rates
 from rowcast.job.embedding_tables import Placement
 from rowcast.job.schema import Job
 from rowcast.job.tables import ITEM_BYTES, KEY_SHIFT, group_specs, possible_groups, with_placements
-from rowcast.prefetcher.planner.first_batches import Traffic, chosen, counted
+from rowcast.prefetcher.planner.first_batches import Traffic, chosen, counted, short_of_memory
 from rowcast.prefetcher.run.sizing import placed as settled
 from rowcast.protocol.batch import Batch, Lookups, ScheduledBatch
 from rowcast.protocol.parts import Shards, owner_of, part_bounds
 from rowcast.runtime.checkpoint_manifest import MANIFEST_VERSION, Manifest, Position, RowLayer, ShardLayers
+from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import human_bytes
 from tests.support import jobs
 from tests.support.batches import BAGS, Bags, small_batches, small_job
+from tests.support.facts import facts
 from tests.support.planner_runs import schedule
 
 
@@ -90,14 +94,16 @@ def auto_job(tables: int, count: int, *, placement: str = "auto", **more: object
     return jobs.job(tables=own, ranks={"count": count}, data={"batch_size": 128})
 
 
-def bags_of(job: Job, lengths: Sequence[int], *, steps: int = 2, size: int = 128) -> list[ScheduledBatch]:
-    """Batches whose bags hold `lengths` look-ups of each feature, of rows that seldom come twice."""
+def bags_of(
+    job: Job, lengths: Sequence[int], *, steps: int = 2, size: int = 128, rows: int = 10**6
+) -> list[ScheduledBatch]:
+    """Batches whose bags hold `lengths` look-ups of each feature, of `rows` rows."""
     rng, per_bag = np.random.default_rng(5), np.repeat(lengths, size)
     batches = [
         Batch(
             dense=np.zeros((size, 1), np.float32),
             labels=np.zeros(size, np.float32),
-            ids=rng.integers(0, 10**6, per_bag.sum()),
+            ids=rng.integers(0, rows, per_bag.sum()),
             offsets=np.concatenate([[0], np.cumsum(per_bag)]),
         )
         for _ in range(steps)
@@ -179,6 +185,57 @@ def test_equal_tables_are_pooled_although_the_first_ones_alone_make_their_owners
     assert found.count("table") == 48
 
 
+def memory_of_ranks(job: Job, placed: Sequence[Placement]) -> list[int]:
+    """Bytes of all rows of each rank, piece by piece."""
+    count = job.ranks.count
+    held = [0] * count
+    for group in group_specs(with_placements(job, placed)):
+        for table in group.tables:
+            nbytes = table.num_embeddings * group.record_bytes
+            owner = owner_of(table, count)
+            for rank in range(count) if owner is None else [owner]:
+                held[rank] += -(-nbytes // count) if owner is None else nbytes
+    return held
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_auto_places_tables_within_the_memory_of_a_rank(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    count, rows = int(rng.choice([2, 3, 4])), 10 ** rng.integers(3, 7, 6)
+    tables = [
+        jobs.table(f"t{i}", int(n), int(rng.choice([16, 32, 64])), placement="rows" if i == seed else "auto")
+        for i, n in enumerate(rows)
+    ]
+    job = jobs.job(tables=tables, ranks={"count": count}, data={"batch_size": 32})
+    batches = bags_of(job, rng.integers(1, 12, 6).tolist(), size=32, rows=int(rows.min()))
+    free, traffic = placements(job, batches)
+    by_rows = memory_of_ranks(job, ["rows"] * 6)
+    for share in (0.5, 1.0, 1.1, 1.5, 4.0):
+        memory = int(share * max(by_rows))
+        limited = jobs.job(tables=tables, ranks={"count": count, "memory": memory}, data={"batch_size": 32})
+        found, counts = placements(limited, batches)
+        held = memory_of_ranks(limited, found)
+        assert counts.row_memory(found).tolist() == held
+        said = short_of_memory(limited, with_placements(limited, found), partial(counted, limited, batches))
+        assert max(held) <= max(memory, max(by_rows)), "no rank has more than by rows, unless there is room"
+        if max(held) > memory:
+            numbers = "ranks.memory", memory, f"rank {held.index(max(held))}", human_bytes(max(held))
+            assert re.search(facts(*numbers), said)
+        elif max(memory_of_ranks(job, free)) <= memory:
+            assert (found, said) == (free, "")
+        else:
+            assert traffic.busiest(found) <= traffic.busiest(["rows"] * 6)
+            left = [f"t{i}" for i, way in enumerate(found) if way == "rows" != free[i]]
+            most = human_bytes(max(memory_of_ranks(job, free)))
+            assert re.search(facts("ranks.memory", memory, *left[:3], most), said) if left else said == ""
+
+
+def test_the_memory_of_a_rank_is_refused_with_a_tier() -> None:
+    tier = {"kind": "tiered", "memory": "1GiB"}
+    with pytest.raises(ConfigError, match=facts("ranks.memory", "store.memory", "1GiB")):
+        jobs.job(ranks={"count": 2, "memory": "2GiB"}, store=tier)
+
+
 def test_a_table_that_makes_its_owner_the_busiest_rank_stays_rows() -> None:
     job = auto_job(1, 8)
     batches = bags_of(job, [3])
@@ -235,6 +292,8 @@ def test_a_run_keeps_what_it_has_chosen_until_ranks_or_the_job_file_change() -> 
     assert after(checkpoint(job, ((), (7,)), 4)) == ["table", "rows"]
     assert after(checkpoint(auto_job(2, 2, placement="rows"), (), 2)) == ["table", "rows"]
     assert after(None, auto_job(2, 1)) == ["rows", "rows"], "a trainer gets no placement that is left to choose"
+    limited = jobs.job(tables=job.content()["tables"], ranks={"count": 2, "memory": 10**12}, data={"batch_size": 128})
+    assert after(checkpoint(job, ((), (7,)), 2), limited) == ["table", "rows"], "another memory chooses again"
     fixed = with_placements(job, ["rows", "table"])
     assert after(checkpoint(job, ((7,), ()), 2), fixed) == ["rows", "table"]
 

@@ -57,12 +57,7 @@ def check_inputs(batch: Batch, of: Belonging, where: str) -> None:
     """Raises DataError that starts with `where`. Ids and offsets were checked."""
     bounds = bag_offsets(batch.ids, batch.offsets)
     for name in of.batch_features:
-        others = np.flatnonzero(lengths_of(name, batch, bounds, of)[1:])
-        if len(others):
-            raise DataError(
-                f"{where}: feature {name} has look-ups in sample {others[0] + 1}, and data.of.{name} = "
-                '"batch"; give all of them to sample 0'
-            )
+        check_first_bag(name, lengths_of(name, batch, bounds, of), where)
     for name in of.arrays:
         if name not in batch.inputs:
             raise DataError(
@@ -88,6 +83,15 @@ def lengths_of(feature: str, batch: Batch, bounds: Ids, of: Belonging) -> Ids:
     """Returns the look-ups of each sample."""
     first = of.positions[feature] * batch.size
     return np.diff(bounds[first : first + batch.size + 1])
+
+
+def check_first_bag(feature: str, lengths: Ids, where: str) -> None:
+    others = np.flatnonzero(lengths[1:])
+    if len(others):
+        raise DataError(
+            f"{where}: feature {feature} has look-ups in sample {others[0] + 1}, and data.of.{feature} = "
+            '"batch"; give all of them to sample 0'
+        )
 
 
 def check_array(name: str, array: Any, where: str) -> None:
@@ -339,6 +343,10 @@ def data_set_errors(where: str) -> Iterator[None]:
         ) from error
 
 
+def is_iterator(source: Any) -> bool:
+    return isinstance(source, Iterator) and not hasattr(source, "batches") and not callable(source)
+
+
 def batches_of(job: Job, source: Any) -> Batches:
     """Wraps whatever the factory returned in one function. Raises ConfigError for an unknown kind."""
     if hasattr(source, "batches"):
@@ -350,7 +358,7 @@ def batches_of(job: Job, source: Any) -> Batches:
             f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; "
             "return an object with batches, a function or an iterable"
         )
-    if isinstance(source, Iterator) and job.data.epochs > 1:
+    if is_iterator(source) and job.data.epochs > 1:
         raise ConfigError(
             f"data.format = {job.data.format!r}: the factory returned an iterator, which can be read once, "
             f"but data.epochs = {job.data.epochs}; return a function of (split, epoch)"
