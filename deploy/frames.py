@@ -47,7 +47,10 @@ class FrameRows:
     """Implements `DataSetRows`, and its cursor."""
 
     def __init__(self, job: Job, ids: IdCheck, frame: Any, label_values: LabelValues) -> None:
-        named = with_named_columns(job, label_values)
+        # in a format without names the columns are label, int_0, cat_0, ...
+        data, has_names = job.data, format_of(job.data.format).named_columns
+        columns = replace(data.columns, label_values=label_values)
+        named = replace(job, data=replace(data, format=data.format if has_names else "parquet", columns=columns))
         roles = roles_of(named, FRAME, names_of(frame), lambda: names_of(frame))
         self.dense_names, self._features, self._decoder = roles.dense, roles.features, RowDecoder(named, roles, ids)
         self._table = arrow_table(frame, roles.names())
@@ -75,13 +78,6 @@ class FrameRows:
             return converted(values, self._converts[name], self._separators.get(name))
         except (pa.ArrowException, ValueError) as error:
             raise DataError(f"{FRAME}, column {name}, of type {values.type}: {error}") from None
-
-
-def with_named_columns(job: Job, label_values: LabelValues) -> Job:
-    """Returns the job of a frame, which has the columns label, int_0, cat_0, ... in a format without names."""
-    data, has_names = job.data, format_of(job.data.format).named_columns
-    columns = replace(data.columns, label_values=label_values)
-    return replace(job, data=replace(data, format=data.format if has_names else "parquet", columns=columns))
 
 
 # a frame as Arrow columns

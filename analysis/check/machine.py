@@ -90,7 +90,13 @@ def check_versions(installed: Callable[[str], metadata.Distribution] = metadata.
             "rowcast is not installed, so its required versions are unknown; run `pip install .` in its folder"
         )
         return
-    bounds = lower_bounds([f"python{rowcast.metadata['Requires-Python']}", *(rowcast.requires or [])])
+    # `numpy<3,>=1.26` -> {"numpy": "1.26"}; requirements of extras are omitted
+    matches = (
+        re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", text)
+        for text in [f"python{rowcast.metadata['Requires-Python']}", *(rowcast.requires or [])]
+        if "extra ==" not in text
+    )
+    bounds = {match[1]: match[2] for match in matches if match}
     found, faults = {"rowcast": rowcast.version}, list[Finding]()
     for name, least in bounds.items():
         try:
@@ -110,12 +116,6 @@ def untried(found: dict[str, str]) -> Iterator[str]:
     for name, tried in TRIED.items():
         if name in found and release(found[name])[:2] not in map(release, tried):
             yield f"{name} {found[name]} was not tried ({', '.join(tried)} were)"
-
-
-def lower_bounds(requirements: list[str]) -> dict[str, str]:
-    """`numpy<3,>=1.26` -> {"numpy": "1.26"}; requirements of extras are omitted."""
-    matches = (re.match(r"([\w.-]+)[^;]*?>=\s*([\w.]+)", text) for text in requirements if "extra ==" not in text)
-    return {match[1]: match[2] for match in matches if match}
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -222,7 +222,17 @@ def ranks_parts(results: Sequence[RanksSimulation]) -> Iterator[Part]:
             "Rows a step and, but for the batch, a rank; MB of a train step, both ways, of the mean rank / the busiest:"
         )
         yield table_of(ran, RANKS)
-        yield from placed_tables(ran)
+        # a line for each table, with each number of ranks that has several and each batch size
+        found = {
+            f"{result.ranks} ranks,\nbatch {result.batch_size:,}": result.ways.tables for result in ran if result.ways
+        }
+        found = {name: tables for name, tables in found.items() if not name.startswith("1 ranks")}
+        if found:
+            cells = {name: lambda row, at=at: of_table(row[at]) for at, name in enumerate(found)}
+            yield "MB of each table by rows / as pooled vectors, and where auto places it:"
+            yield table_of(
+                zip(*found.values(), strict=True), {"table": lambda row: row[0].table, **cells}, left=("table",)
+            )
     for result in results:
         if result.skipped is not None:
             yield f"Not simulated: {result.ranks} ranks at {result.capacity}: {result.skipped}."
@@ -253,18 +263,6 @@ def megabytes(way: str) -> Callable[[RanksSimulation], str]:
 
 def mean_and_most(nbytes: Bytes) -> str:
     return f"{nbytes.mean / MB:,.3g} / {nbytes.most / MB:,.3g}"
-
-
-def placed_tables(results: Sequence[RanksSimulation]) -> Iterator[Part]:
-    """A line for each table, with each number of ranks that has several and each batch size."""
-    found = {
-        f"{result.ranks} ranks,\nbatch {result.batch_size:,}": result.ways.tables for result in results if result.ways
-    }
-    found = {name: tables for name, tables in found.items() if not name.startswith("1 ranks")}
-    if found:
-        cells = {name: lambda row, at=at: of_table(row[at]) for at, name in enumerate(found)}
-        yield "MB of each table by rows / as pooled vectors, and where auto places it:"
-        yield table_of(zip(*found.values(), strict=True), {"table": lambda row: row[0].table, **cells}, left=("table",))
 
 
 def of_table(table: TableBytes) -> str:

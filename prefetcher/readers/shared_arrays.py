@@ -81,7 +81,8 @@ class ArraySender:
             )
             self._connection.send(head)
             if descriptor is not None:
-                send_descriptor(self._connection, descriptor)
+                with socket.socket(fileno=os.dup(self._connection.fileno())) as own:
+                    socket.send_fds(own, [b"\0"], [descriptor])
         finally:
             if descriptor is not None:
                 os.close(descriptor)
@@ -121,7 +122,11 @@ class ArrayReceiver:
         for number in head.dropped:
             del self._segments[number]
         if head.is_new:
-            descriptor = receive_descriptor(self._connection)
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as own:
+                _, descriptors, _, _ = socket.recv_fds(own, 1, 1)
+            if not descriptors:
+                raise EOFError("the other end closed before it sent a segment's descriptor")
+            descriptor = descriptors[0]
             try:
                 self._segments[head.segment] = mmap.mmap(descriptor, head.segment_bytes)
             finally:
@@ -137,16 +142,3 @@ class ArrayReceiver:
         del buffers
         self._connection.send([self._freed.popleft() for _ in range(len(self._freed))])
         return content
-
-
-def send_descriptor(connection: Connection, descriptor: int) -> None:
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        socket.send_fds(own, [b"\0"], [descriptor])
-
-
-def receive_descriptor(connection: Connection) -> int:
-    with socket.socket(fileno=os.dup(connection.fileno())) as own:
-        _, descriptors, _, _ = socket.recv_fds(own, 1, 1)
-    if not descriptors:
-        raise EOFError("the other end closed before it sent a segment's descriptor")
-    return descriptors[0]

@@ -84,12 +84,9 @@ def text_of(file: HashingReader, path: Path) -> Iterator[IO[bytes]]:
             if start.startswith(first_bytes):
                 raise DataError(f"{path}: the file is {what}")
         text = gzip.GzipFile(fileobj=plain) if start.startswith(b"\x1f\x8b") else plain
-        yield cast(IO[bytes], io.BufferedReader(LineEnds(text)) if has_old_line_ends(start) else text)
-
-
-def has_old_line_ends(start: bytes) -> bool:
-    """Whether lines of plain text end in CR alone, as on old Macs."""
-    return b"\r" in start[:-1] and b"\n" not in start and b"\x00" not in start
+        # lines of plain text that end in CR alone, as on old Macs
+        has_old_ends = b"\r" in start[:-1] and b"\n" not in start and b"\x00" not in start
+        yield cast(IO[bytes], io.BufferedReader(LineEnds(text)) if has_old_ends else text)
 
 
 class LineEnds(io.RawIOBase):

@@ -77,21 +77,17 @@ class PrefetcherCollector(CountersCollector[PrefetcherCounters, PrefetcherGauges
             yield from samples_of(slots, name, prefix="slots_")
         for name, counts in zip(counters.groups, gauges.stores, strict=False):
             if counts is not None:
-                yield from tier_samples(name, counts)
-
-
-def tier_samples(group: str, counts: StoreCounts) -> Iterator[Sample]:
-    yield "rowcast_tier_rows", (group, "memory"), counts.memory_rows
-    yield "rowcast_tier_rows", (group, "cold"), counts.cold_rows
-    yield "rowcast_tier_reads_total", (group, "memory"), counts.memory_reads
-    yield "rowcast_tier_reads_total", (group, "cold"), counts.cold_reads
-    yield "rowcast_tier_reads_total", (group, "untouched"), counts.untouched_reads
-    yield "rowcast_tier_moved_rows_total", (group, "cold", "memory"), counts.loaded
-    yield "rowcast_tier_moved_rows_total", (group, "untouched", "memory"), counts.untouched_loaded
-    yield "rowcast_tier_moved_rows_total", (group, "memory", "cold"), counts.spilled
-    yield "rowcast_tier_moved_rows_total", (group, "memory", "none"), counts.dropped
-    yield "rowcast_tier_late_rows_total", (group,), counts.late
-    yield "rowcast_tier_bytes_total", (group, "read"), counts.bytes_read
-    yield "rowcast_tier_bytes_total", (group, "written"), counts.bytes_written
-    yield "rowcast_tier_read_seconds_total", (group,), counts.read_seconds
-    yield from samples_of(counts, group, prefix="store_")
+                yield "rowcast_tier_rows", (name, "memory"), counts.memory_rows
+                yield "rowcast_tier_rows", (name, "cold"), counts.cold_rows
+                yield "rowcast_tier_reads_total", (name, "memory"), counts.memory_reads
+                yield "rowcast_tier_reads_total", (name, "cold"), counts.cold_reads
+                yield "rowcast_tier_reads_total", (name, "untouched"), counts.untouched_reads
+                yield "rowcast_tier_moved_rows_total", (name, "cold", "memory"), counts.loaded
+                yield "rowcast_tier_moved_rows_total", (name, "untouched", "memory"), counts.untouched_loaded
+                yield "rowcast_tier_moved_rows_total", (name, "memory", "cold"), counts.spilled
+                yield "rowcast_tier_moved_rows_total", (name, "memory", "none"), counts.dropped
+                yield "rowcast_tier_late_rows_total", (name,), counts.late
+                yield "rowcast_tier_bytes_total", (name, "read"), counts.bytes_read
+                yield "rowcast_tier_bytes_total", (name, "written"), counts.bytes_written
+                yield "rowcast_tier_read_seconds_total", (name,), counts.read_seconds
+                yield from samples_of(counts, name, prefix="store_")

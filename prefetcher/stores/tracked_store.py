@@ -56,20 +56,16 @@ class FrozenRows:
             left = found_rows(numbers, self._pending, self._aside)
             if not len(left):
                 return
-            places = self._take_places(len(left))
+            reused, self._free = self._free[: len(left)], self._free[len(left) :]
+            first, self._num_used = self._num_used, self._num_used + len(left) - len(reused)
+            assert self._num_used <= len(self._owners), f"{len(left)} rows are set aside without room for them"
+            places = np.concatenate([reused, np.arange(first, self._num_used)])
             old = np.empty((len(left), self._group.record_bytes), np.uint8)
             finish(self._store.read(keys[left], old))
             self._records[places] = old
             self._owners[places] = numbers[left]
             set_bits(self._aside, numbers[left])
             self._num_left -= len(left)
-
-    def _take_places(self, count: int) -> I64:
-        reused, self._free = self._free[:count], self._free[count:]
-        first, self._num_used = self._num_used, self._num_used + count - len(reused)
-        assert self._num_used <= len(self._owners), f"{count} rows are set aside without room for them"
-        places: I64 = np.concatenate([reused, np.arange(first, self._num_used)])
-        return places
 
     # the checkpoint's thread
 
@@ -87,7 +83,18 @@ class FrozenRows:
             part = slice(start, start + COPIED_AT_ONCE)
             num_aside += self._take_stored(keys[part], numbers[part], records[part])
         if num_aside:
-            self._take_aside(numbers, records, num_aside)
+            with self._lock:
+                owners = self._owners[: self._num_used]
+                order = np.argsort(numbers, kind="stable")
+                at = order[np.searchsorted(numbers, owners, sorter=order) % len(order)]
+                places = np.flatnonzero(numbers[at] == owners)
+                assert len(places) == num_aside, f"{len(places)} of {num_aside} rows that are aside were found"
+                own = owners[places]
+                records[at[places]] = self._records[places]
+                owners[places] = NOBODY
+                self._free = np.concatenate([self._free, places])
+                clear_bits(self._pending, own)
+                clear_bits(self._aside, own)
         return records
 
     def _take_stored(self, keys: Keys, numbers: I64, out: Records) -> int:
@@ -103,20 +110,6 @@ class FrozenRows:
             clear_bits(self._pending, numbers[stored])
             self._num_left -= len(stored)
         return len(keys) - len(stored)
-
-    def _take_aside(self, numbers: I64, out: Records, num_aside: int) -> None:
-        with self._lock:
-            owners = self._owners[: self._num_used]
-            order = np.argsort(numbers, kind="stable")
-            at = order[np.searchsorted(numbers, owners, sorter=order) % len(order)]
-            places = np.flatnonzero(numbers[at] == owners)
-            assert len(places) == num_aside, f"{len(places)} of {num_aside} rows that are aside were found"
-            own = owners[places]
-            out[at[places]] = self._records[places]
-            owners[places] = NOBODY
-            self._free = np.concatenate([self._free, places])
-            clear_bits(self._pending, own)
-            clear_bits(self._aside, own)
 
 
 def found_rows(numbers: I64, bits: U64, without: U64) -> I64:

@@ -199,15 +199,13 @@ class ClientAuth:
     def answer(self) -> None:
         for asked in self.sockets:
             while int(asked.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                asked.send_multipart(self._answer_to(asked.recv_multipart(zmq.NOBLOCK)))
-
-    def _answer_to(self, request: list[bytes]) -> list[bytes]:
-        _, request_id, _, address, _, mechanism, *credentials = request  # RFC 27, version 1.0, from our own libzmq
-        name = self._name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
-        if name is None:
-            self._refuse(address.decode(errors="replace"), credentials)
-        status = self.REFUSED if name is None else (b"200", b"OK")
-        return [ZAP_VERSION, request_id, *status, (name or "").encode(), b""]
+                # RFC 27, version 1.0, from our own libzmq
+                _, request_id, _, address, _, mechanism, *credentials = asked.recv_multipart(zmq.NOBLOCK)
+                name = self._name_of(credentials[0]) if mechanism == b"CURVE" and credentials else None
+                if name is None:
+                    self._refuse(address.decode(errors="replace"), credentials)
+                status = self.REFUSED if name is None else (b"200", b"OK")
+                asked.send_multipart([ZAP_VERSION, request_id, *status, (name or "").encode(), b""])
 
     def _name_of(self, raw_key: bytes) -> str | None:
         try:

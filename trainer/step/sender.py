@@ -171,17 +171,14 @@ class Sender:
         if self.waiting_for_ring:
             return False
         with self._counters.shown("copy out", self._counters.step_of(task.plan)):
-            self._copy_out(task, task.space)
+            stream = self._streams.evict
+            stream.wait(task.gathered, "gathered")
+            if task.space is not None:
+                stream.copy(task.room.content, self._memory.leaving(task.space.payload))
+            task.room.used = stream.record()
         self._copying.append(task)
         self._tasks.popleft()  # last: a task in neither queue counts as sent
         return True
-
-    def _copy_out(self, task: EvictTask, space: RingSlice | None) -> None:
-        stream = self._streams.evict
-        stream.wait(task.gathered, "gathered")
-        if space is not None:
-            stream.copy(task.room.content, self._memory.leaving(space.payload))
-        task.room.used = stream.record()
 
     def _send_copied(self) -> bool:
         if not self._copying:

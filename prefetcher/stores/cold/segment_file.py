@@ -241,17 +241,14 @@ class SegmentFile:
                 return False
             following = self._segments.next_free(num_new)
         while following and self._num_reserved <= following[-1]:
-            self._reserve_segment()
+            nbytes = self._segments.num_pages * self._page.nbytes
+            try:
+                reserve(self._file.fileno(), self._num_reserved * nbytes, nbytes)
+            except OSError as error:
+                raise self._unwritten(error, self._num_reserved * self._segments.num_pages, nbytes) from None
+            self._num_reserved += 1
+            self.used_bytes += nbytes
         return True
-
-    def _reserve_segment(self) -> None:
-        nbytes = self._segments.num_pages * self._page.nbytes
-        try:
-            reserve(self._file.fileno(), self._num_reserved * nbytes, nbytes)
-        except OSError as error:
-            raise self._unwritten(error, self._num_reserved * self._segments.num_pages, nbytes) from None
-        self._num_reserved += 1
-        self.used_bytes += nbytes
 
     def _append(self, keys: Keys, words: Words) -> Places:
         """Appends rows; there must be room."""
