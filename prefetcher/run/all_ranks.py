@@ -80,15 +80,11 @@ class AllRanks:
         self._restarts = Restarts()
         self._stopped_s: dict[str, float] = {}  # how long each was stopped while this process ran
         self._stopped_limit_s = parse_seconds(job.ranks.timeout)
-        self._names = {f"prefetcher of rank {rank}": rank for rank in self._ranks}
+        first = options.host * job.ranks.on_host
+        self._names = {f"prefetcher of rank {rank}": rank for rank in range(first, first + job.ranks.on_host)}
         self._children: list[Child] = []
         self._stop = StopsChildren(signals, self._children)
         self._kill_at_s = math.inf
-
-    @property
-    def _ranks(self) -> range:
-        first, ranks = self._options.host * self._job.ranks.on_host, self._job.ranks
-        return range(first, first + ranks.on_host)
 
     def run(self) -> bool:
         """Returns whether the run finished; False: it was stopped in order. Raises an error with the exit code of the
@@ -129,11 +125,8 @@ class AllRanks:
         return self._start(child.name)
 
     def _meanwhile(self) -> None:
-        self._kill_stopped()
-        self._pass_on()
-
-    def _kill_stopped(self) -> None:
-        """Kills a prefetcher that was stopped for too long: its trainer has ended, and no new one can connect to it."""
+        """Passes a stop on, and kills a prefetcher that was stopped by a signal for too long: its trainer has ended,
+        and no new one can connect to it."""
         for child in self._children:
             stopped_s = self._stopped_s.get(child.name, 0.0) + POLL_S if child.is_stopped else 0.0
             self._stopped_s[child.name] = stopped_s
@@ -141,8 +134,6 @@ class AllRanks:
                 who = f"the {child.name} (process {child.process.pid})"
                 get_logger().warning(f"{who} was stopped for {stopped_s:.0f} s (ranks.timeout) and is killed")
                 child.signal(signal.SIGKILL)
-
-    def _pass_on(self) -> None:
         if self._stop.advance():
             self._kill_at_s = time.monotonic() + STOP_S
             get_logger().info("stopping all ranks of this host", reason=self._signals.stop_reason)

@@ -131,7 +131,7 @@ class PrefetcherAttempt:
                         self._log.warning(short)
                     self._source.place(self._job, measured[-1].following if measured else self._start)
                     self._run.tables.restore(self.newest)
-                    self._serve(connection, measured)
+                    self._serve(measured)
                 connection.say_bye()
             except BaseException as error:
                 connection.fail(error)
@@ -255,8 +255,8 @@ class PrefetcherAttempt:
         read = self._source.read.trained_on(row // window * window)
         return msgspec.structs.replace(read, num_dense=len(names), dense_columns=names)
 
-    def _serve(self, connection: TrainerConnection, batches: list[ScheduledBatch]) -> None:
-        run = self._run
+    def _serve(self, batches: list[ScheduledBatch]) -> None:
+        run, connection = self._run, self._connection
         start = decide(self._job, run.groups, batches, run.rank)
         rings = connection.open_rings(start.sizes.ring_bytes)
         for in_memory in start.memory_rows:
@@ -265,7 +265,7 @@ class PrefetcherAttempt:
         restore = b"" if self.newest is None else b"".join(dense_content(run.checkpoints.root, self.newest))
         engine = PrefetcherEngine(
             job=self._job,
-            welcome=self._welcome(connection, start, rings, len(restore), batches),
+            welcome=self._welcome(start, rings, len(restore), batches),
             source=self._source,
             planner=planner,
             stores=run.tables.stores,
@@ -275,7 +275,7 @@ class PrefetcherAttempt:
             counters=run.counters,
         )
         engine.mode = run.options.mode
-        engine.planning.keys.links = self._links(connection)
+        engine.planning.keys.links = self._links()
         if self.newest is not None:
             engine.planning.checksums.expect(self.newest.known_ahead(run.rank.parts))
         if restore:
@@ -292,7 +292,7 @@ class PrefetcherAttempt:
         run.health.state = "stopped"
         self._log_end(engine)
 
-    def _links(self, connection: TrainerConnection) -> KeyLinks:
+    def _links(self) -> KeyLinks:
         """Lets the prefetchers of the other ranks connect."""
         rank, ranks = self._run.rank, self._job.ranks
         if rank.count == 1:
@@ -303,11 +303,11 @@ class PrefetcherAttempt:
             start=f"{self._run.options.mode} {self._run_id} {checksum_of(self.newest)} {self._start.step}",
             is_only_host=ranks.on_host == ranks.count,
             timeout_s=parse_seconds(ranks.timeout),
-            may_wait=lambda: connection.met,
+            may_wait=lambda: self.connected,
             on_receive=partial(self._crew.wake, "planning"),
         )
         links.open()
-        connection.stack.callback(links.close)
+        self._connection.stack.callback(links.close)
         return links
 
     def _checkpointer(self) -> Checkpointer:
@@ -352,14 +352,7 @@ class PrefetcherAttempt:
             rank=self._run.rank,
         )
 
-    def _welcome(
-        self,
-        connection: TrainerConnection,
-        start: Decisions,
-        rings: Rings,
-        restore_bytes: int,
-        measured: list[ScheduledBatch],
-    ) -> Welcome:
+    def _welcome(self, start: Decisions, rings: Rings, restore_bytes: int, measured: list[ScheduledBatch]) -> Welcome:
         info, lookahead, data = self._source.info(), self._job.lookahead, files_text(self._ordered)
         if lookahead.horizon != "auto" and lookahead.horizon < lookahead.depth:
             self._log.warning("the horizon was raised to the depth", horizon=lookahead.horizon, depth=lookahead.depth)
@@ -381,7 +374,7 @@ class PrefetcherAttempt:
         return Welcome(
             protocol_version=PROTOCOL_VERSION,
             run_id=self._run_id,
-            incarnation=connection.incarnation,
+            incarnation=self._connection.incarnation,
             pid=os.getpid(),
             slots=start.slots,
             inputs=self._inputs(measured),

@@ -204,7 +204,7 @@ class TrainerAttempt:
         checkpoints = {"checkpoints": self._job.checkpoint.described}
         doing, also = ("training", checkpoints) if run.errand.mode == "train" else ("evaluating", {})
         self._log.info(doing, data=welcome.data, after_train_steps=welcome.first_train_step, **also)
-        self._loop(connection, engine, progress, stop)
+        self._loop(engine, progress, stop)
         progress.close()
         run.history.close(engine.loop.first_step_s)
         board.close()
@@ -259,10 +259,8 @@ class TrainerAttempt:
         runner.balanced = run.counters.balanced
         return runner
 
-    def _loop(
-        self, connection: PrefetcherConnection, engine: TrainerEngine, progress: TerminalProgress, stop: AgreedStop
-    ) -> None:
-        run, stopping = self._run, False
+    def _loop(self, engine: TrainerEngine, progress: TerminalProgress, stop: AgreedStop) -> None:
+        run, connection, stopping = self._run, self._connection, False
 
         def advance() -> bool:
             nonlocal stopping
