@@ -5,7 +5,14 @@ from collections.abc import Mapping
 
 from rowcast.job.embedding_tables import Table
 from rowcast.job.formats import BATCH, FORMATS, Columns, Data, format_of
-from rowcast.job.models import BUILT_IN_MODELS, EMBEDDING_DIM, BottomAndTop, NextItemSettings, require_features
+from rowcast.job.models import (
+    BUILT_IN_MODELS,
+    EMBEDDING_DIM,
+    BottomAndTop,
+    BuiltInModel,
+    NextItemSettings,
+    require_features,
+)
 from rowcast.job.schema import MAX_TABLES, Job
 from rowcast.job.stores import StoreWithTier
 from rowcast.job.tables import group_specs, needs_whole_rows, rows_in
@@ -259,10 +266,12 @@ def require_unpooled(table: Table, what: str) -> None:
 
 
 def check_model_inputs(job: Job) -> None:
-    check_labels(job)
-    check_widths(job)
-    check_sequences(job)
-    check_linear(job)
+    built_in = BUILT_IN_MODELS.get(job.model.kind)
+    if built_in is not None:
+        check_labels(job)
+        check_widths(job, built_in)
+        check_sequences(job, built_in)
+        check_linear(job, built_in)
     check_candidates(job)
     job.model.check_inputs({feature: table for table in job.tables for feature in table.features}, job.ranks.num_parts)
 
@@ -279,21 +288,20 @@ def check_candidates(job: Job) -> None:
 def check_labels(job: Job) -> None:
     labels = job.data.columns.labels
     values = job.data.columns.label_values
-    if values == ("binary" if job.model.task == "regression" else "real") and job.model.kind in BUILT_IN_MODELS:
+    if values == ("binary" if job.model.task == "regression" else "real"):
         raise ValueError(
             f'model.task = "{job.model.task}" does not go with data.columns.label_values = "{values}"; write "real" '
             'for a regression, and "binary" otherwise'
         )
-    if labels and job.model.kind in BUILT_IN_MODELS:
+    if labels:
         raise ValueError(
             f"data.columns.labels names {len(labels)} labels, and {job.model.kind} has one logit a sample; name one as "
             "data.columns.label, or use a model of your own, such as examples.mmoe:build"
         )
 
 
-def check_widths(job: Job) -> None:
-    built_in = BUILT_IN_MODELS.get(job.model.kind)
-    if built_in is not None and built_in.layers.get("bottom_mlp") == EMBEDDING_DIM:
+def check_widths(job: Job, built_in: BuiltInModel) -> None:
+    if built_in.layers.get("bottom_mlp") == EMBEDDING_DIM:
         assert isinstance(job.model, BottomAndTop)
         for table in job.tables:
             if table.embedding_dim != job.model.bottom_mlp[-1]:
@@ -301,7 +309,7 @@ def check_widths(job: Job) -> None:
                     f"model.bottom_mlp ends in {job.model.bottom_mlp[-1]}, but table {table.name} has embedding_dim = "
                     f"{table.embedding_dim}; {job.model.kind} needs them equal"
                 )
-    if built_in is not None and built_in.one_width:
+    if built_in.one_width:
         for table in job.tables:
             if table.embedding_dim != job.tables[0].embedding_dim:
                 raise ValueError(
@@ -310,11 +318,8 @@ def check_widths(job: Job) -> None:
                 )
 
 
-def check_linear(job: Job) -> None:
+def check_linear(job: Job, built_in: BuiltInModel) -> None:
     """Checks that a built-in model gets linear weights if it needs them, and otherwise none."""
-    built_in = BUILT_IN_MODELS.get(job.model.kind)
-    if built_in is None:
-        return
     linear = [table.name for table in job.tables if table.linear]
     if linear and not built_in.linear:
         homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.linear)
@@ -326,12 +331,9 @@ def check_linear(job: Job) -> None:
         raise ValueError(f"{job.model.kind} needs linear weights; set linear = true in at least one table")
 
 
-def check_sequences(job: Job) -> None:
+def check_sequences(job: Job, built_in: BuiltInModel) -> None:
     """Checks that the model gets the tables without pooling that it needs, and no others."""
     kind, sequences = job.model.kind, [table.name for table in job.tables if table.pooling == "none"]
-    built_in = BUILT_IN_MODELS.get(kind)
-    if built_in is None:
-        return
     if sequences and not built_in.sequences:
         homes = " or ".join(f'"{name}"' for name, other in BUILT_IN_MODELS.items() if other.sequences)
         raise ValueError(

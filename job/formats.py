@@ -6,6 +6,7 @@ A new one is a line here and its reader's file; settings of its own are a struct
 import re
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from itertools import pairwise
 from math import isfinite
 from typing import Annotated, Any, Literal
@@ -305,6 +306,7 @@ class Format:
     one_label: bool = False  # the format itself has one label of 0 or 1 per sample
 
 
+Named = partial(Format, in_columns=True, named_columns=True, one_by_one=True)  # files whose columns have names
 FORMATS = {
     "criteo-tsv": Format(
         f"{READERS}.criteo_tsv",
@@ -321,36 +323,10 @@ FORMATS = {
         random_access=True,
         in_columns=True,
     ),
-    "parquet": Format(
-        f"{READERS}.parquet", file_names=r".*\.(parquet|pq)", in_columns=True, named_columns=True, one_by_one=True
-    ),
-    "csv": Format(
-        f"{READERS}.csv",
-        one_by_one=True,
-        file_names=r".*\.csv(\.gz)?",
-        random_access=True,
-        in_columns=True,
-        named_columns=True,
-        text_cells=True,
-    ),
-    "jsonl": Format(
-        f"{READERS}.jsonl",
-        one_by_one=True,
-        note="JSON lines",
-        file_names=r".*\.(jsonl|ndjson)(\.gz)?",
-        random_access=True,
-        in_columns=True,
-        named_columns=True,
-    ),
-    "arrow": Format(
-        f"{READERS}.arrow",
-        one_by_one=True,
-        note="uncompressed",
-        file_names=r".*\.(arrow|feather)",
-        random_access=True,
-        in_columns=True,
-        named_columns=True,
-    ),
+    "parquet": Named(f"{READERS}.parquet", file_names=r".*\.(parquet|pq)"),
+    "csv": Named(f"{READERS}.csv", file_names=r".*\.csv(\.gz)?", random_access=True, text_cells=True),
+    "jsonl": Named(f"{READERS}.jsonl", note="JSON lines", file_names=r".*\.(jsonl|ndjson)(\.gz)?", random_access=True),
+    "arrow": Named(f"{READERS}.arrow", note="uncompressed", file_names=r".*\.(arrow|feather)", random_access=True),
     "synthetic": Format(f"{READERS}.synthetic", has_files=False, random_access=True),
 }
 # data.format = "package.module:factory"; the factory decides the order of the batches

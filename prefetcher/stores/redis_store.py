@@ -10,7 +10,7 @@ the next start.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
@@ -70,9 +70,13 @@ def open_rows(job: Job, group: GroupSpec, folder: Path) -> "RedisRows":
     )
 
 
-def delete_left_keys(job: Job, notes: Sequence[Path]) -> None:
+def remove_left_keys(job: Job, folder: Path) -> None:
     """Deletes the rows that killed processes of a run left on the job's servers, and the notes that name them. Warns of
-    rows elsewhere. Raises ConfigError or StoreLost."""
+    rows elsewhere. `folder`: of a pair, locked by this process. Raises ConfigError, or StoreLost if a server of the job
+    does not answer."""
+    notes = own_files_in(folder / TABLES, NAME)
+    if not notes:
+        return
     if not isinstance(job.store, Redis):
         for path in notes:
             get_logger().warning("rows of an earlier process may remain on a Redis server", note=str(path))
@@ -85,13 +89,6 @@ def delete_left_keys(job: Job, notes: Sequence[Path]) -> None:
         servers.open()
         for path in notes:
             delete_earlier(servers, f"{url.host}:{url.port}", path)
-
-
-def remove_left_keys(job: Job, folder: Path) -> None:
-    """`folder`: of a pair, locked by this process. Raises RowcastError if a server of the job does not answer."""
-    notes = own_files_in(folder / TABLES, NAME)
-    if notes:
-        delete_left_keys(job, notes)
 
 
 def remove_left_tables(job: Job) -> None:

@@ -185,19 +185,19 @@ class ZmqLink:
             if self._wake in ready:
                 os.eventfd_read(self._wake)
             has_news = busy or bool(ready - {self._wake})
-            next_check_s = self._check(next_check_s)
-
-    def _check(self, due_s: float) -> float:
-        now_s = time.monotonic()
-        if now_s < due_s:
-            return due_s
-        self._end.check_backlog()
-        return now_s + CHECK_MS / 1000
+            if (now_s := time.monotonic()) >= next_check_s:
+                self._end.check_backlog()
+                next_check_s = now_s + CHECK_MS / 1000
 
     def _receive(self) -> bool:
         """Moves arrived frames to the inbox. Returns whether there may be more."""
         self._end.note_events()
-        num_received = self._receive_batch()
+        num_received = 0
+        while num_received < RECEIVE_BATCH and self._end.has_arrived:
+            arrived = self._end.receive()
+            if arrived is not None:
+                self._enqueue(*arrived)
+            num_received += 1
         drained = num_received < RECEIVE_BATCH
         newly_gone = drained and self._end.peer_gone and not self.peer_gone
         if newly_gone:
@@ -206,15 +206,6 @@ class ZmqLink:
         if num_received or newly_gone:
             self._on_receive()
         return not drained
-
-    def _receive_batch(self) -> int:
-        for count in range(RECEIVE_BATCH):
-            if not self._end.has_arrived:
-                return count
-            arrived = self._end.receive()
-            if arrived is not None:
-                self._enqueue(*arrived)
-        return RECEIVE_BATCH
 
     def _enqueue(self, frame: bytes, payload: Payload) -> None:
         self.last_received_s = time.monotonic()

@@ -66,9 +66,10 @@ def setup_logging(process: str, level: str = "info", json: bool | None = None, r
     elsewhere. May be called again. Raises ConfigError for an unknown level."""
     if level not in LEVELS:
         raise ConfigError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
+    names = {"process": process} if rank is None else {"process": process, "rank": rank}
     structlog.configure(
         processors=[
-            named(process, rank),
+            lambda logger, method, event: {**event, **names},
             with_printable_values,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True, key="time"),
@@ -97,16 +98,6 @@ def said_if_slow(after_s: float, event: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def named(process: str, rank: int | None) -> Processor:
-    def add_process(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        event["process"] = process
-        if rank is not None:
-            event["rank"] = rank
-        return event
-
-    return add_process
 
 
 def with_printable_values(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:

@@ -306,22 +306,15 @@ def application(registry: CollectorRegistry, health: Health) -> "WSGIApplication
             except (TypeError, ValueError):  # of an Accept header whose version is no number
                 return metrics({**environ, "HTTP_ACCEPT": ""}, start_response)
         method = environ["REQUEST_METHOD"]
-        status, text = (
-            health_answer(health, path) if method in ("GET", "HEAD") else ("405 Method Not Allowed", "use GET")
-        )
+        if method not in ("GET", "HEAD"):
+            status, text = "405 Method Not Allowed", "use GET"
+        elif path in ("/healthz", "/readyz"):
+            good, text = health.healthz() if path == "/healthz" else health.readyz()
+            status = "200 OK" if good else "503 Service Unavailable"
+        else:
+            status, text = "404 Not Found", "try /metrics, /healthz or /readyz"
         body = f"{text}\n".encode()
         start_response(status, [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(body)))])
         return [] if method == "HEAD" else [body]
 
     return answer
-
-
-def health_answer(health: Health, path: str) -> tuple[str, str]:
-    match path:
-        case "/healthz":
-            good, word = health.healthz()
-        case "/readyz":
-            good, word = health.readyz()
-        case _:
-            return "404 Not Found", "try /metrics, /healthz or /readyz"
-    return "200 OK" if good else "503 Service Unavailable", word

@@ -41,14 +41,14 @@ from rowcast.trainer.adopt.whole_table import WholeField, say_of_arrays
 
 
 class Home:
-    """Implements `whole_table.Keeper`. All rows of a table. The script's thread calls it."""
+    """All rows of a table. The script's thread calls it."""
 
     @alone
     def __init__(self, name: str, weights: Tensor, folder: Path, leave_engine: Callable[[], None]) -> None:
         """`weights`: f32 [V, D] on the host, the script's first values, or with `first`, which names them. `folder`:
         for files of whole tables. `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
-        self.is_trained = self.is_sealed = False
+        self.is_trained = self.is_sealed = False  # sealed: a look-up has come since an array was handed to NumPy
         self.device = weights.device  # where the script has the table
         self.steps_replayed = 0  # that rows have missed and had later
         self.log = StepLog(Optimizer)  # steps that rows may have missed; none before there is an optimizer
@@ -111,6 +111,7 @@ class Home:
 
     @alone
     def change_rows(self, field: WholeField, ids: Tensor, change: Callable[[Tensor], Any]) -> None:
+        """`ids`: i64 [n] ascending; `change` gets their rows of the field, [n, D]."""
         rows = self.read(ids)
         change(rows.field(field.name))
         self.write(ids, rows)

@@ -14,7 +14,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,25 +25,15 @@ from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.logs import print_line
 from rowcast.trainer.adopt.row_gradient import ADDS, RowGradient, Rows, as_plain, copied, looked_up, shares_memory
 
-
-class Keeper(Protocol):
-    """Keeps a table's rows: `rows.Home`."""
-
-    name: str
-    is_sealed: bool  # a look-up has come since an array was handed to NumPy
-
-    def refresh(self, field: "WholeField") -> None:
-        """Takes what the script has changed, and brings the field's array up to date."""
-
-    def change_rows(self, field: "WholeField", ids: Tensor, change: Callable[[Tensor], Any]) -> None:
-        """Changes rows of the field. `ids`: i64 [n] ascending; `change` gets theirs, [n, D]."""
+if TYPE_CHECKING:
+    from rowcast.trainer.adopt.rows import Home  # it makes the fields
 
 
 class WholeField:
     """One field of all rows. `array`: [V, D] on the host, once it is needed."""
 
-    def __init__(self, keeper: Keeper, name: str) -> None:
-        self.keeper: Keeper | None = keeper  # None: the table has another array now
+    def __init__(self, keeper: "Home", name: str) -> None:
+        self.keeper: Home | None = keeper  # None: the table has another array now
         self.name = name
         self.array: Tensor | None = None
         self.is_stale = np.zeros(0, np.bool_)  # rows that were written since; of all rows once there is an array
@@ -147,7 +137,7 @@ def seen(result: Any, views: list[WholeView]) -> Any:
     return result
 
 
-def by_rows(keeper: Keeper, func: Any, target: WholeView, rows: Rows, args: Any, kwargs: Any) -> WholeView:
+def by_rows(keeper: "Home", func: Any, target: WholeView, rows: Rows, args: Any, kwargs: Any) -> WholeView:
     """A script that steps by hand: `weight.data.add_(weight.grad, alpha=-lr)`."""
     if not rows.is_by_rows:
         raise RowcastError(
