@@ -1,12 +1,12 @@
 """Does a run that follows a folder end with the bits of a replay, whatever is killed while files arrive?
 
-    python -m benchmarks.follow [--kills 40] [--ways 0 1 2 3 4 5 6 7]
+    python -m benchmarks.follow [--kills 40] [--ways 0 1 2 3 4 5 6 7] [--minutes 60]
 
 Files arrive, and all processes of the run are killed: half of the times between a file's arrival and its checkpoint,
 else at random. Files that lie before all checkpoints are removed, and after every second kill `rowcast forget` runs.
 Then END comes, the run ends, and the ordinary job trains a folder of all files, with a `forget` at the same steps.
-Kills are divided among the ways. Counts those of ways whose losses, trained rows, their
-state and dense weights are equal, byte for byte.
+Kills are divided among the ways; with --minutes, each way goes on with kills until then. Counts those of ways whose
+losses, trained rows, their state and dense weights are equal, byte for byte.
 """
 
 import argparse
@@ -186,16 +186,17 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(own.parent for own in run_dir.glob("checkpoints/step-*/manifest.json"))
 
 
-def followed(way: Way, kills: int, folder: Path, draw: random.Random) -> Outcome:
-    """Follows, is killed, and replays in `folder`. Raises RuntimeError if a run does not end well."""
+def followed(way: Way, kills: int, folder: Path, draw: random.Random, minutes: float = 0.0) -> Outcome:
+    """Follows, is killed, and replays in `folder`. `minutes`: in which there are more than these kills. Raises
+    RuntimeError if a run does not end well."""
     with RedisServer(folder / "redis") if way.store == "redis" else nullcontext() as server:
-        return followed_on(way, kills, folder, draw, "" if server is None else server.url_text)
+        return followed_on(way, kills, folder, draw, "" if server is None else server.url_text, minutes)
 
 
-def followed_on(way: Way, kills: int, folder: Path, draw: random.Random, url: str) -> Outcome:
+def followed_on(way: Way, kills: int, folder: Path, draw: random.Random, url: str, minutes: float) -> Outcome:
     """`url`: of a Redis server, where the way needs one."""
     with publisher(folder) if way.publishes else nullcontext():
-        outcome = killed_and_replayed(way, kills, folder, draw, url)
+        outcome = killed_and_replayed(way, kills, folder, draw, url, minutes)
         until_s = time.monotonic() + LIMIT_S
         while way.publishes and published_steps(folder) != outcome.steps:
             if time.monotonic() > until_s:
@@ -218,16 +219,16 @@ def published_steps(folder: Path) -> int:
     return Model(folder / "served").version.position.train_step if (folder / "served" / "CURRENT").exists() else 0
 
 
-def killed_and_replayed(way: Way, kills: int, folder: Path, draw: random.Random, url: str) -> Outcome:
-    files, until_s = FilesThatArrive(folder), time.monotonic() + LIMIT_S
+def killed_and_replayed(way: Way, kills: int, folder: Path, draw: random.Random, url: str, minutes: float) -> Outcome:
+    files, ends_s = FilesThatArrive(folder), time.monotonic() + 60 * minutes
     config, log, run_dir = folder / "follow.json", folder / "follow.log", folder / "follow"
     write_config(config, job_content(way, folder, "follow", url, follow=True))
-    forgets, forgotten = list[int](), 0
+    forgets, forgotten, killed = list[int](), 0, 0
     for _ in range(FIRST_FILES):
         files.arrive()
-    for killed in range(kills):
+    while killed < kills or time.monotonic() < ends_s:
         with FollowingRun(config, log) as run:
-            before = checkpoints(run_dir)[-1:]
+            before, until_s = checkpoints(run_dir)[-1:], time.monotonic() + LIMIT_S
             while run.process.poll() is None and checkpoints(run_dir)[-1:] == before and time.monotonic() < until_s:
                 if files.number < FILES_OF_A_KILL * (killed + 1):
                     files.arrive()
@@ -244,6 +245,7 @@ def killed_and_replayed(way: Way, kills: int, folder: Path, draw: random.Random,
             manifest, rows = forget_rows(run_dir, UNTRAINED_FOR)
             forgets.append(manifest.train_steps)
             forgotten += rows
+        killed += 1
     files.arrive()
     (files.arriving / "END").touch()
     await_end(config, log)
@@ -252,7 +254,7 @@ def killed_and_replayed(way: Way, kills: int, folder: Path, draw: random.Random,
         await_end(folder / "replay.json", folder / "replay.log", "--max-steps", str(train_steps))
         forget_rows(folder / "replay", UNTRAINED_FOR)
     await_end(folder / "replay.json", folder / "replay.log")
-    return compared(folder, kills, files.removed, forgotten, len(read_data(checkpoints(run_dir)[-1]).files))
+    return compared(folder, killed, files.removed, forgotten, len(read_data(checkpoints(run_dir)[-1]).files))
 
 
 def read_data(checkpoint: Path) -> TrainingData:
@@ -288,6 +290,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=40)
     parser.add_argument("--ways", type=int, nargs="+", default=range(len(WAYS)), help="numbers, from 0")
+    parser.add_argument("--minutes", type=float, default=0.0, help="each way goes on until then")
     asked = parser.parse_args()
     ways, outcomes = [WAYS[number] for number in asked.ways], list[Outcome]()
     print(machine())
@@ -295,7 +298,7 @@ def main() -> int:
     for number, way in enumerate(ways):
         kills = (asked.kills + len(ways) - 1 - number) // len(ways)
         with tempfile.TemporaryDirectory() as folder:
-            outcome = followed(way, kills, Path(folder), random.Random(number))
+            outcome = followed(way, kills, Path(folder), random.Random(number), asked.minutes)
         outcomes.append(outcome)
         result = "equal" if outcome.exports_equal else "DIFFERS"
         print(

@@ -23,7 +23,7 @@ from rowcast.runtime.first_values import FirstValues
 from rowcast.runtime.machine import UNRECORDED, Machine
 from rowcast.runtime.ranges import Checksum, Number, Seconds, Text
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 STEP_LIMIT = 2**40  # a piece's stamp in the ring is one int64: the number of its plan or barrier,
 PIECE_LIMIT = 2**20  # and its piece's
 MODEL_STATE_LIMIT = 2**36  # bytes of the model state
@@ -299,6 +299,14 @@ class TierTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     garbage_bytes: Number  # of these: old copies of rows
 
 
+class DataDelay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far training is behind the files that arrive (data.follow)."""
+
+    waiting_files: Number  # in the folder, and not trained to their end
+    last_s: Seconds | None  # from the end of writing the last trained file to its last step; None: there is none
+    longest_s: Seconds  # of the files since this start, seen once a second
+
+
 class RowCopies(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The passes of fetches and write-backs over rows, and the memory that holds the rows of the stores."""
 
@@ -387,6 +395,7 @@ class EndOfData(Message, frozen=True, kw_only=True):
     waits: tuple[Wait, ...]
     tier: TierTotals | None  # None: all rows of the stores are in memory, or in files that the kernel caches
     row_copies: RowCopies
+    data_delay: DataDelay | None = None  # with data.follow
 
 
 class StopRequest(Message, frozen=True, kw_only=True):

@@ -78,38 +78,45 @@ def write_export(
     if out.is_dir() or not out.name:
         raise ConfigError(f"--out {out} is a folder; name a file, such as {out / 'model.safetensors'}")
     tensors = rows.tensors(groups) | ({} if dense is None else dense.tensors)
-    check_space(out, sum(tensor.nbytes for tensor in tensors.values()))
+    check_space(out, sum(tensor.nbytes for tensor in tensors.values()), " or add --trained-rows")
     with whole_file(out) as file:
         write_safetensors(file, groups, tensors, rows, dense)
 
 
 @contextmanager
 def whole_file(out: Path) -> Iterator[IO[bytes]]:
-    """A file that is in its place, and durable, once the block has ended. Raises ConfigError if it cannot be
-    written."""
+    """A file that is in its place, and durable, once the block has ended. Raises as `in_place`."""
+    with in_place(out) as partial, partial.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def in_place(out: Path) -> Iterator[Path]:
+    """Where the block writes a file or a folder, and syncs it. It is renamed to `out` once the block has ended. Raises
+    ConfigError if it cannot be written."""
     partial = partial_of(out)
     try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         partial.rename(out)
         Disk().sync_folder(out.absolute().parent)
     except OSError as error:
         raise ConfigError(
-            f"{out}: the export could not be written ({error.strerror}); choose another --out or free space"
+            f"--out {out} could not be written ({error.strerror}); choose another --out or free space"
         ) from None
     finally:
+        shutil.rmtree(partial, ignore_errors=True)
         with suppress(OSError):  # renamed, or never created
             partial.unlink()
 
 
-def check_space(out: Path, nbytes: int) -> None:
+def check_space(out: Path, nbytes: int, advice: str = "") -> None:
     folder = out.absolute().parent
     if folder.exists() and nbytes > (free := shutil.disk_usage(folder).free):
         raise ConfigError(
-            f"{out}: the export would take {human_bytes(nbytes)}, but {human_bytes(free)} are free; choose another "
-            "--out, free space, or add --trained-rows, which leaves out rows that were never trained"
+            f"--out {out} would take {human_bytes(nbytes)}, but {human_bytes(free)} are free; free space, "
+            f"choose another --out{advice}"
         )
 
 

@@ -21,13 +21,21 @@ from safetensors import safe_open
 
 from rowcast.job.embedding_tables import RowType
 from rowcast.job.tables import GroupSpec, TableSpec, make_keys
-from rowcast.prefetcher.checkpoints.export import BLOCK_ROWS, DTYPES, Block, CheckpointRows, check_space, whole_file
+from rowcast.prefetcher.checkpoints.export import (
+    BLOCK_ROWS,
+    DTYPES,
+    Block,
+    CheckpointRows,
+    check_space,
+    in_place,
+    whole_file,
+)
 from rowcast.prefetcher.checkpoints.folder import Checkpoints
 from rowcast.prefetcher.checkpoints.saved_tables import SavedTables, saved_tables
 from rowcast.prefetcher.stores.records import ELEMENTS, Elements, elements_of, rounded, widened
 from rowcast.protocol.released_rows import find_released
 from rowcast.runtime.arrays import I64
-from rowcast.runtime.disk import Disk, partial_of
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.first_values import FirstValues, NamedFiles, other_file
 from rowcast.runtime.tensor_file import TensorSpec, make_header, read_header
@@ -107,8 +115,7 @@ def apply_overlay(overlay: Path, folder: Path, out: Path) -> int:
     places = {
         name: released_again(name, table, rows, weights, folder) for name, (table, rows, weights) in overlaid.items()
     }
-    partial = partial_of(out)
-    try:
+    with in_place(out) as partial:
         partial.mkdir(parents=True)
         written = {
             path
@@ -119,18 +126,14 @@ def apply_overlay(overlay: Path, folder: Path, out: Path) -> int:
             target = partial / path.relative_to(folder)
             if path.is_file() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(path.resolve(), target)
-        for path in written:
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        partial.rename(out)
-        Disk().sync_folder(out.absolute().parent)
-    except OSError as error:
-        raise ConfigError(
-            f"{out} could not be written ({error.strerror}); choose another --out or free space"
-        ) from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+                try:
+                    os.link(path.resolve(), target)
+                except OSError:  # on another disk, or one without links
+                    shutil.copyfile(path, target)
+        for path in (partial, *partial.rglob("*")):
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
     return len(written)
 
 
@@ -193,10 +196,3 @@ def as_bytes(weights: Elements, dtype: RowType) -> npt.NDArray[np.uint8]:
     was: RowType = next(row_type for row_type, kind in ELEMENTS.items() if np.dtype(kind) == weights.dtype)
     values = weights if was == dtype else rounded(widened(weights, was), dtype)
     return np.ascontiguousarray(values).view(np.uint8)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # on another disk, or one without links
-        shutil.copyfile(source, target)

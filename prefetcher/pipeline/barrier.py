@@ -13,13 +13,13 @@ import resource
 from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from rowcast.prefetcher.pipeline.fetcher import Fetcher, PlannedBarrier, PlanStream, Stall, reached
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.writeback import Writeback
 from rowcast.protocol.conversation import DensePieces
-from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, StopRequest, TierTotals, Wait
+from rowcast.protocol.messages import EndOfData, Flush, Released, Replica, Restore, Saved, StopRequest, Wait
 from rowcast.protocol.plan import (
     ArrayBlock,
     BarrierPlan,
@@ -117,10 +117,10 @@ class PrefetcherBarrier:
         counters: PrefetcherCounters,
         send: Callable[[Restore | Flush | EndOfData | Released], None],
         takes_model_state: bool,
-        tier: Callable[[], TierTotals | None],
+        last_figures: Callable[[], dict[str, Any]],
     ) -> None:
         """`rings`: fetch and back. `takes_model_state`: whether its trainer sends it at a checkpoint, and not only a
-        checksum. `tier`: the stores' counters."""
+        checksum. `last_figures`: fields of EndOfData."""
         self.state = TABLE.after(PrefetcherState.RESTORING, PrefetcherEvent.RESTORED)
         self.finished = False  # the run was complete at the last barrier
         self._plans = plans
@@ -131,7 +131,7 @@ class PrefetcherBarrier:
         self._counters = counters
         self._send = send
         self._takes_model_state = takes_model_state
-        self._tier = tier
+        self._last_figures = last_figures
         self._restore: DensePieces | None = None
         self._flush: deque[tuple[ArrayBlock, Piece]] = deque()  # of the list of dirty slots, to be sent
         self._saves = False  # a checkpoint follows the flush
@@ -327,6 +327,6 @@ class PrefetcherBarrier:
             finished=barrier.finished,
             host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             waits=tuple(Wait(reason=reason, seconds=s) for reason, s in self._counters.stalls.items()),
-            tier=self._tier(),
             row_copies=self._fetcher.all_stores.row_copies(self._writeback.all_stores),
+            **self._last_figures(),
         )

@@ -39,6 +39,7 @@ from rowcast.protocol.conversation import Conversation, ProcessProgress
 from rowcast.protocol.messages import (
     Ask,
     Bye,
+    DataDelay,
     Hello,
     Ids,
     Mode,
@@ -106,6 +107,7 @@ class PrefetcherEngine:
         self.hello: Hello | None = None
         self.peer_left = False
         self.wake_after: Callable[[object], None] = lambda cause: None
+        self.data_delay: Callable[[], DataDelay | None] = lambda: None
         self._period = Period()  # of plans
         self._data_waits = 0  # looks of the watch that found nothing to do but wait for a file
         self.counters, self.welcome, self.planner, self.conversation = counters, welcome, planner, conversation
@@ -133,7 +135,7 @@ class PrefetcherEngine:
             counters=counters,
             send=send,
             takes_model_state=welcome.rank == 0,
-            tier=lambda: totals(self._store_counts()),
+            last_figures=lambda: {"tier": totals(self._store_counts()), "data_delay": self.data_delay()},
         )
         self.planning = PlanningStage(
             source=RankSource(source, planner.rank, belonging(job)),

@@ -29,16 +29,13 @@ class Column:
 def join_columns(columns: list[Column], size: int, weighted: bool) -> Lookups:
     """Joins features, in the job's feature order, into the ids of `size` samples."""
     ids = np.concatenate([column.ids for column in columns])
+    weights = [np.ones(len(own.ids), np.float32) if own.weights is None else own.weights for own in columns if weighted]
     return Lookups(
         size=size,
         ids=ids,
         offsets=needed_offsets(ids, joined_offsets([column.lengths for column in columns], size)),
-        weights=np.concatenate([column_weights(column) for column in columns]) if weighted else None,
+        weights=np.concatenate(weights) if weighted else None,
     )
-
-
-def column_weights(column: Column) -> Floats:
-    return np.ones(len(column.ids), np.float32) if column.weights is None else column.weights
 
 
 def joined_offsets(lengths: list[Ids | None], num_samples: int) -> Ids | None:

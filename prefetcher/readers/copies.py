@@ -111,10 +111,6 @@ def batches_of_lines(
         yield batch, num_lines
 
 
-def copies_folder(job: Job) -> Path:
-    return job.run_dir.parent / "columns" if job.data.copies is None else Path(job.data.copies)
-
-
 def copies_limit(job: Job, source: Path) -> int:
     """Returns the most bytes of a file's columns. Raises ConfigError."""
     given = job.data.copies_limit
@@ -127,7 +123,8 @@ class CopiedFiles:
     def __init__(self, job: Job, paths: Sequence[Path], rules: TextRules) -> None:
         """Makes the copies that are missing. Raises what reading the text raises, DataError if no file has rows, and
         ConfigError if a copy cannot be written."""
-        every = [Copy(path, copies_folder(job), rules, copies_limit(job, path)) for path in paths]
+        folder = job.run_dir.parent / "columns" if job.data.copies is None else Path(job.data.copies)
+        every = [Copy(path, folder, rules, copies_limit(job, path)) for path in paths]
         missing = [copy for copy in every if not copy.find()]
         progress = Progress(sum(file_state(copy.source).nbytes for copy in missing))
         for copy in missing:

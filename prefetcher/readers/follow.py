@@ -56,6 +56,7 @@ from rowcast.prefetcher.readers.row_reader import (
     rows_in_order,
 )
 from rowcast.protocol.batch import Kind
+from rowcast.protocol.messages import DataDelay
 from rowcast.protocol.parts import Rank
 from rowcast.runtime.checkpoint_manifest import NOTHING_READ, DataFile, TrainingData
 from rowcast.runtime.errors import ConfigError, DataError, instead
@@ -125,23 +126,25 @@ class FilesRead:
         self._files: dict[int, ReadFile] = {}  # by their first rows, which ascend
         self._num_rows = trained_on.rows_before
         self._last_done = trained_on.last_before  # the path of the last file whose rows are all trained
-        self.delay_s: float | None = None  # from the time when the last such file was finished until it was trained
+        self._delays_s = list[float]()  # of the last such file and the slowest one, from when each was finished
 
     def trained(self, num_rows: int) -> None:
         """Notes that so many rows of the run are trained."""
         with self._lock:
             done = [read for read in self._files.values() if read.rows.stop <= num_rows]
         if done and done[-1].file.path != self._last_done:
-            self._last_done, self.delay_s = done[-1].file.path, max(time.time() - done[-1].finished_s, 0.0)
+            delay_s = max(time.time() - done[-1].finished_s, 0.0)
+            self._last_done, self._delays_s = done[-1].file.path, [delay_s, max([delay_s, *self._delays_s])]
 
-    def num_waiting(self, job: Job) -> int:
-        """Returns the files of the folder that are not trained to their end; 0 if it cannot be listed."""
+    def delay(self, job: Job) -> DataDelay:
+        """Counts no waiting file if the folder cannot be listed."""
+        waiting, (last_s, longest_s) = 0, self._delays_s or (None, 0.0)
         with suppress(ConfigError):
             place = place_of(job)
             files = [path for path in files_of(job, "path") if not path.name.startswith(UNSEEN)]
             last = Path(job.data.path or "", PurePath(self._last_done).name)
-            return sum(not self._last_done or place(last) < place(path) for path in files)
-        return 0
+            waiting = sum(not self._last_done or place(last) < place(path) for path in files)
+        return DataDelay(waiting_files=waiting, last_s=last_s, longest_s=longest_s)
 
     def add(self, files: Sequence[ReadFile]) -> None:
         """Adds those of a batch. Raises DataError if another decoder has read another file in the place of one."""

@@ -52,7 +52,7 @@ from rowcast.prefetcher.run.warm_up import warm_up
 from rowcast.prefetcher.stores.redis_store import remove_left_keys
 from rowcast.protocol.attempts import Attempts, transport_of_ranks
 from rowcast.protocol.batch import Samples, ScheduledBatch
-from rowcast.protocol.messages import PROTOCOL_VERSION, Welcome
+from rowcast.protocol.messages import PROTOCOL_VERSION, DataDelay, Welcome
 from rowcast.protocol.parts import InputSpec, batch_specs, belonging, rank_of
 from rowcast.protocol.scrape import serve_metrics
 from rowcast.protocol.transport.rank_links import RankLinks
@@ -155,6 +155,10 @@ class PrefetcherAttempt:
         self._source.read.trained(position.train_batch * self._job.data.batch_size)
         return self._work()
 
+    def _data_delay(self) -> DataDelay:
+        self._followed_work()
+        return self._source.read.delay(self._job)
+
     @property
     def point(self) -> StartingPoint:
         """Where the next attempt begins."""
@@ -173,9 +177,8 @@ class PrefetcherAttempt:
     def gauges(self, idle: PrefetcherGauges) -> PrefetcherGauges:
         engine = self._connection.engine
         if self._job.data.follow:
-            read = self._source.read
-            waiting = read.num_waiting(self._job)
-            idle = replace(idle, data_waiting_files=waiting, data_delay_seconds=read.delay_s)
+            delay = self._source.read.delay(self._job)
+            idle = replace(idle, data_waiting_files=delay.waiting_files, data_delay_seconds=delay.last_s)
         return idle if engine is None else gauges_of(engine, idle, self._source.counters.queue_depth)
 
     @property
@@ -278,6 +281,8 @@ class PrefetcherAttempt:
         engine.planning.keys.links = self._links()
         if self.newest is not None:
             engine.planning.checksums.expect(self.newest.known_ahead(run.rank.parts))
+        if self._job.data.follow:
+            engine.data_delay = self._data_delay
         if restore:
             engine.barrier.restore(restore)
         every_seconds = self._job.checkpoint.every_seconds
@@ -497,7 +502,8 @@ class PrefetcherRun:
                 known, stopped = None if before is None else before.newest, lambda: self.signals.stop_reason is not None
                 point = look(self.job, self.options, self.checkpoints, known, self.shard, stopped)
             at_end = self.shard.count > 1 and before is not None and before.reached_end
-            over = self._is_complete if at_end else lambda: False
+            directory = RunDirectory(self.job.run_dir, "prefetcher")
+            over = (lambda: directory.completion() is not None) if at_end else lambda: False
             return None if point is None else PrefetcherAttempt(self, point, transport, crew, over)
 
         last = self._attempts.run(begin)
@@ -509,9 +515,6 @@ class PrefetcherRun:
             crash_point("run not marked complete")
             RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last))
         return last.finished
-
-    def _is_complete(self) -> bool:
-        return RunDirectory(self.job.run_dir, "prefetcher").completion() is not None
 
     def _completion(self, last: PrefetcherAttempt) -> Completion:
         max_steps, train_steps = self.options.max_steps, last.train_steps

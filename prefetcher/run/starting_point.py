@@ -70,7 +70,7 @@ def settle_run(
     complete, DataError if every checkpoint is damaged."""
     newest = newest_of_run(job, options, checkpoints, directory, shard)
     remove_left_tables(job)
-    point = StartingPoint(newest=newest, run_id=new_run_id() if newest is None else newest.run_id)
+    point = StartingPoint(newest=newest, run_id=uuid.uuid4().hex[:12] if newest is None else newest.run_id)
     if shard.count > 1:
         write_durably(job.run_dir / RUN_FILE, msgspec.json.encode(RunNote(run_id=point.run_id)) + b"\n")
     return point
@@ -137,10 +137,6 @@ def read_note(run_dir: Path) -> RunNote | None:
         return None
     except OSError as error:
         raise unreadable(run_dir / RUN_FILE, error) from None
-
-
-def new_run_id() -> str:
-    return uuid.uuid4().hex[:12]
 
 
 LEAST_ROWS = 4096  # fewer rows per thread are not worth waking it for

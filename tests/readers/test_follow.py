@@ -17,6 +17,7 @@ from rowcast.prefetcher.readers.data_files import files_of
 from rowcast.prefetcher.readers.follow import Arrivals, FilesRead, ReadFile, checksum_of, open_followed
 from rowcast.prefetcher.readers.reader import Reader, open_reader, schedule, whole_batch
 from rowcast.protocol.batch import Batch
+from rowcast.protocol.messages import DataDelay
 from rowcast.runtime.checkpoint_manifest import NOTHING_READ, DataFile, TrainingData
 from rowcast.runtime.errors import ConfigError, DataError
 from tests.support.data_files import PARQUET_COLUMNS, make_job, same_batch, write_parquet
@@ -294,10 +295,16 @@ def test_files_wait_until_their_last_row_is_trained(tmp_path: Path) -> None:
     _, read = batches_and_files(job, 3)  # of the first two files
     [first, second] = read._files.values()
     assert len({checksum_of(files) for files in ([], [first], [second], [second._replace(rows=range(9))])}) == 4
-    assert (read.num_waiting(job), read.delay_s) == (4, None)
+    assert read.delay(job) == DataDelay(waiting_files=4, last_s=None, longest_s=0.0)
+    read = FilesRead(NOTHING_READ)
+    read.add([first._replace(finished_s=first.finished_s - 1000), second])
     read.trained(40)
-    assert read.num_waiting(job) == 3
-    assert read.delay_s is not None
-    assert 0 <= read.delay_s < 3600
+    delay = read.delay(job)
+    assert delay.last_s is not None
+    assert (delay.waiting_files, delay.last_s) == (3, delay.longest_s)
+    assert 1000 <= delay.longest_s < 4600
     read.trained(60)
-    assert read.num_waiting(job) == 2
+    now = read.delay(job)
+    assert now.last_s is not None
+    assert now.last_s < 1000
+    assert (now.waiting_files, now.longest_s) == (2, delay.longest_s)

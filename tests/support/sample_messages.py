@@ -6,6 +6,7 @@ from rowcast.protocol.messages import (
     PROTOCOL_VERSION,
     Answer,
     Ask,
+    DataDelay,
     EndOfData,
     Flush,
     Heartbeat,
@@ -237,6 +238,7 @@ def end_of_data(last_plan: int | None) -> EndOfData:
         waits=(Wait(reason="credit", seconds=1.5), Wait(reason="store", seconds=0.0)),
         tier=tier_totals(),
         row_copies=row_copies(),
+        data_delay=DataDelay(waiting_files=1, last_s=0.5, longest_s=2.0),
     )
 
 

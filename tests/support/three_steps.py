@@ -12,7 +12,7 @@ from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters
 from rowcast.prefetcher.pipeline.metrics import new_counters as new_prefetcher_counters
 from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates
 from rowcast.prefetcher.stores.store import StoreCounts
-from rowcast.protocol.messages import Flush, PlanReady, RingRef, RowsBack, TierTotals
+from rowcast.protocol.messages import DataDelay, Flush, PlanReady, RingRef, RowsBack, TierTotals
 from rowcast.protocol.plan import GroupPlan, PlannedSteps, StepPlan, group_headers
 from rowcast.protocol.plan_layout import ArraySpan, RowSpan, StepHeader
 from rowcast.runtime.telemetry.metrics import Health, build_info, versions
@@ -184,6 +184,7 @@ def facts(
     stopped_by: str | None = None,
     train_steps: int = 2,
     tier: TierTotals | None = None,
+    data_delay: DataDelay | None = None,
 ) -> dict[str, Any]:
     return {
         "train_steps": train_steps,
@@ -202,6 +203,7 @@ def facts(
         "prefetcher_waits_s": {"credit": 1.5, "store": 0.25},
         "tier": tier,
         "row_copies": sample_messages.row_copies(),
+        "data_delay": data_delay,
         "threads": 2,
         "pinned": False,
         "device": "cpu",

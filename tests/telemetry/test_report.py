@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from rowcast.protocol.messages import RowCopies, TierTotals
+from rowcast.protocol.messages import DataDelay, RowCopies, TierTotals
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent_number
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
@@ -97,6 +97,14 @@ SUMMARIES: list[tuple[dict[str, Any], str]] = [
     (facts(), r"\ntables +16 GiB in all, 3 MiB on the device \(0.0 %\)\n"),
     (facts() | {"table_bytes": 2**20}, r"\ntables +1 MiB in all, 3 MiB on the device\n"),
     (facts(tier=tier_totals()), r"\ncold tier +1,234,567 rows from it, 7 late, 45,678 to it\n"),
+    (
+        facts(data_delay=DataDelay(waiting_files=3, last_s=1.5, longest_s=2.5)),
+        r"\nfiles that arrive +3 waiting; the last was trained after 1\.5 s, the slowest 2\.5 s\n",
+    ),
+    (
+        facts(data_delay=DataDelay(waiting_files=1, last_s=None, longest_s=0.0)),
+        r"\nfiles that arrive +1 waiting; none trained to its end\n",
+    ),
     (facts(tier=tier_totals()), r"\nits traffic +3 GiB read, 512 MiB written; 2 GiB of disk\n"),
     (facts(evaluation=OWN_LOSS), r"\nevaluation +loss 2.500000\n"),
     (EARLY, r"rowcast: ended early after 2 steps in 4.0 s"),

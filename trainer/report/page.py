@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rowcast.job.schema import Job
-from rowcast.protocol.messages import TierTotals
+from rowcast.protocol.messages import DataDelay, TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.drawing import find_cache
 from rowcast.runtime.machine import processor, usable_cores
@@ -114,6 +114,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
             f"{report.rows_written_back:,} written back",
         ),
         *([] if report.tier is None else tier_rows(report.tier)),
+        *([] if report.data_delay is None else [("files that arrive", delay_text(report.data_delay))]),
         *(exchange_rows(report) if len(report.ranks) > 1 else []),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),
@@ -177,6 +178,15 @@ def tier_rows(tier: TierTotals) -> list[tuple[str, str]]:
         ("cold tier", f"{tier.rows_from_cold:,} rows from it, {tier.late_rows:,} late, {tier.rows_to_cold:,} to it"),
         ("its traffic", f"{human_bytes(tier.bytes_read)} read, {human_bytes(tier.bytes_written)} written{disk}"),
     ]
+
+
+def delay_text(delay: DataDelay) -> str:
+    times = "none trained to its end"
+    if delay.last_s is not None:
+        times = (
+            f"the last was trained after {human_seconds(delay.last_s)}, the slowest {human_seconds(delay.longest_s)}"
+        )
+    return f"{delay.waiting_files:,} waiting; {times}"
 
 
 def device_memory(report: Report) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rowcast.protocol.messages import RowCopies, TierTotals
+from rowcast.protocol.messages import DataDelay, RowCopies, TierTotals
 from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.errors import RowcastError
 from rowcast.runtime.telemetry.format_numbers import LOST
@@ -79,6 +79,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stall_share: float = 0.0  # trainer_wait_s / wall_s
     tier: TierTotals | None  # rows between memory and cold tier; None if the store has none
     row_copies: RowCopies = RowCopies()
+    data_delay: DataDelay | None = None  # rank 0's, at the end; None without data.follow
     # 10^9 bytes of these rows a second, of each thread that shares them; None without rows
     read_gb_s: float | None = None
     write_gb_s: float | None = None

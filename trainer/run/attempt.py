@@ -304,6 +304,7 @@ class TrainerAttempt:
             prefetcher_waits_s={wait.reason: wait.seconds for wait in end.waits},
             tier=end.tier,
             row_copies=end.row_copies,
+            data_delay=end.data_delay,
             threads=torch.get_num_threads(),
             pinned=engine.has_page_locked_rings,
             device=str(engine.device),
