@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Lookahead, Policy
+from rowcast.job.schema import EVICTION_POLICIES, CheckpointInterval, Job, Policy
 from rowcast.job.tables import GroupSpec, batch_features, num_features
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.planner.all_groups import NUM_MOVED, enter_all, find_unprepared, move_all
@@ -580,11 +580,12 @@ def job_planner(
 ) -> RowPlanner:
     """Makes the planner of a job, the same for a run and for a simulation. `first_batches`: the batches that divided
     the capacity. The others as in RowPlanner."""
+    least = job.lookahead.horizon_batches
     planner = RowPlanner(
         groups,
         slots,
         job.lookahead.depth,
-        job_horizon(job.lookahead),
+        AutoHorizon(least, parse_bytes(job.lookahead.id_bytes)) if job.lookahead.horizon == "auto" else least,
         bundle=job.bundle,
         policy=job.cache.policy,
         first_batches=first_batches,
@@ -594,11 +595,6 @@ def job_planner(
     planner.checkpoint_every = job.checkpoint.interval
     planner.saves_evaluations = job.eval.keep == "best"
     return planner
-
-
-def job_horizon(lookahead: Lookahead) -> int | AutoHorizon:
-    least = lookahead.horizon_batches
-    return AutoHorizon(least, parse_bytes(lookahead.id_bytes)) if lookahead.horizon == "auto" else least
 
 
 @compiled_loop

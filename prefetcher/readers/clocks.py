@@ -122,7 +122,10 @@ def of_texts(texts: Any, form: str) -> F64:
         return np.array(given.cast(pa.float64()).fill_null(0.0), np.float64)
 
     year = number("Y") if "Y" in known else np.where(number("y") < 69, 2000, 1900) + number("y")
-    month = (month_numbers(fields.field("b")) if "b" in known else number("m")) - 1
+    month = number("m") - 1
+    if "b" in known:
+        names = pc.utf8_slice_codeunits(pc.utf8_lower(fields.field("b").cast(pa.string())), 0, 3)
+        month = np.array(pc.index_in(names, pa.array(MONTHS)).fill_null(0), np.float64)
     months = np.where(wrong, 0, (year - 1970) * 12 + month).astype(np.int64).view("datetime64[M]")
     days = months.astype("datetime64[D]") + (number("d").astype(np.int64) - 1)
     wrong |= days.astype("datetime64[M]") != months  # the 30th of February
@@ -134,11 +137,6 @@ def of_texts(texts: Any, form: str) -> F64:
     if "z" in known:
         seconds -= offsets_of(fields.field("z"))
     return np.where(wrong, np.nan, seconds)
-
-
-def month_numbers(names: Any) -> F64:
-    short = pc.utf8_slice_codeunits(pc.utf8_lower(names.cast(pa.string())), 0, 3)
-    return np.array(pc.index_in(short, pa.array(MONTHS)).fill_null(0), np.float64) + 1
 
 
 def offsets_of(zones: Any) -> F64:

@@ -14,7 +14,6 @@ import torch
 
 from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs
-from rowcast.protocol.conversation import ProcessProgress
 from rowcast.protocol.messages import StopRequest
 from rowcast.runtime.errors import PeerLost, RowcastError, peer_failure
 from rowcast.runtime.machine import Machine
@@ -71,7 +70,8 @@ class ScriptProcess:
         health = Health(dead_stage=self._crew.dead_stage)
         counters = new_counters(group_specs(job))
         self._connection = PrefetcherConnection(job, job.transport, self._crew, health, counters, device)
-        self._connection.adjust_progress = with_the_scripts_time
+        # the script may take any time for a step, so the prefetcher takes time for progress
+        self._connection.adjust_progress = lambda own: replace(own, work=own.work + int(time.monotonic()))
         try:
             self._stack.enter_context(self._connection)
             engine = self._meet(self._child)
@@ -118,11 +118,6 @@ class ScriptProcess:
             with suppress(RowcastError):
                 conversation.send(StopRequest(reason="the script has ended"))
         self._stack.close()
-
-
-def with_the_scripts_time(progress: ProcessProgress) -> ProcessProgress:
-    """The script may take any time for a step, so the prefetcher takes time for progress."""
-    return replace(progress, work=progress.work + int(time.monotonic()))
 
 
 @contextmanager

@@ -49,17 +49,12 @@ def line_error(line: bytes) -> str | None:
     if fields[0] not in (b"0", b"1"):
         return f", column label: {shown(fields[0])} is not 0 or 1"
     for i, field in enumerate(fields[1 : 1 + NUM_DENSE]):
-        if field and not is_int64(field):
+        if field and not (field.removeprefix(b"-").isdigit() and -(2**63) <= int(field) < 2**63):
             return f", column int_{i}: {shown(field)} is not an integer of 64 bits"
     for i, field in enumerate(fields[1 + NUM_DENSE :]):
         if field and (len(field) != 8 or not HEX_DIGITS.issuperset(field)):
             return f", column cat_{i}: {shown(field)} is not 8 hex digits"
     return None
-
-
-def is_int64(field: bytes) -> bool:
-    digits = field.removeprefix(b"-")
-    return digits.isdigit() and -(2**63) <= int(field) < 2**63
 
 
 def shown(field: bytes) -> str:
