@@ -99,11 +99,11 @@ SUMMARIES: list[tuple[dict[str, Any], str]] = [
     (facts(tier=tier_totals()), r"\ncold tier +1,234,567 rows from it, 7 late, 45,678 to it\n"),
     (
         facts(data_delay=DataDelay(waiting_files=3, last_s=1.5, longest_s=2.5)),
-        r"\nfiles that arrive +3 waiting; the last was trained after 1\.5 s, the slowest 2\.5 s\n",
+        r"\nnew files +3 waiting; the last was trained after 1\.5 s, the slowest 2\.5 s\n",
     ),
     (
         facts(data_delay=DataDelay(waiting_files=1, last_s=None, longest_s=0.0)),
-        r"\nfiles that arrive +1 waiting; none trained to its end\n",
+        r"\nnew files +1 waiting; none trained to its end\n",
     ),
     (facts(tier=tier_totals()), r"\nits traffic +3 GiB read, 512 MiB written; 2 GiB of disk\n"),
     (facts(evaluation=OWN_LOSS), r"\nevaluation +loss 2.500000\n"),

@@ -114,7 +114,7 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
             f"{report.rows_written_back:,} written back",
         ),
         *([] if report.tier is None else tier_rows(report.tier)),
-        *([] if report.data_delay is None else [("files that arrive", delay_text(report.data_delay))]),
+        *([] if report.data_delay is None else [("new files", delay_text(report.data_delay))]),
         *(exchange_rows(report) if len(report.ranks) > 1 else []),
         ("waited for rows", f"{human_seconds(report.trainer_wait_s)} ({percent(report.stall_share)} of the time)"),
         ("each step", phases(report.phase_ms, beside=False)),
