@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.commands import command
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.job.schema import Job
@@ -150,16 +150,6 @@ def store_settings(way: Way, capacity: int) -> list[str]:
     tier = [f'store.memory="{capacity + 100} rows"'] if issubclass(settings, StoreWithTier) else []
     server = [f'store.url="{shared_server().url_text}"'] if settings is Redis else []
     return [f'store.kind="{way["store"]}"', *tier, *server]
-
-
-def command(module: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False, timeout=600
-    )
-    if done.returncode != 0:
-        raise RuntimeError(
-            f"{module} {' '.join(arguments)} ended with code {done.returncode}: {done.stderr.strip()[-2000:]}"
-        )
 
 
 def train(config: Path, run_dir: Path, settings: list[str], max_steps: int | None) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.exact import command, equal_bits, job_text
+from benchmarks.commands import command
+from benchmarks.exact import equal_bits, job_text
 from examples.plain_loop import run_plain_loop
 from rowcast.job.file import load_job
 from rowcast.prefetcher.readers.reader import open_reader, schedule

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.numpy import load_file
 
-from benchmarks.exact import command
+from benchmarks.commands import command
 
 
 def trained(config: Path, settings: list[str], steps: int, ranks: int, parts: int) -> str:

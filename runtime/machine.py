@@ -122,6 +122,7 @@ def keep_freed_memory() -> None:
             mallopt(M_MMAP_THRESHOLD, MOST_KEPT_BEFORE)
 
 
+STAT = Path("/proc/stat")
 CGROUP = Path("/sys/fs/cgroup")  # in a container, the container's group
 
 
@@ -135,6 +136,20 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
         return allowed if quota == "max" else max(1, min(allowed, -(-int(quota) // int(period))))
     except (OSError, ValueError):
         return allowed
+
+
+def free_cores(seconds: float = 0.5) -> float:
+    """Returns how many of the usable cores nothing uses, on average over this time; all of them where Linux does not
+    say."""
+    ticks = list[list[int]]()
+    for wait_s in (seconds, 0.0):
+        try:  # user, nice, system, idle, iowait, irq, softirq, steal
+            ticks.append([int(word) for word in STAT.read_text(encoding="ascii").split(maxsplit=9)[1:9]])
+        except (OSError, ValueError):
+            return usable_cores()
+        time.sleep(wait_s)
+    spent = [after - before for before, after in zip(ticks[0], ticks[1], strict=True)]
+    return usable_cores() * (spent[3] + spent[4]) / max(1, sum(spent))
 
 
 def processor() -> str:

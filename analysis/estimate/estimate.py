@@ -40,7 +40,7 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import possible_groups
 from rowcast.runtime.command_options import Config, Overrides, options_of
 from rowcast.runtime.errors import ConfigError
-from rowcast.runtime.machine import usable_cores
+from rowcast.runtime.machine import free_cores, usable_cores
 
 START_SHARE = 4  # the first quarter of the steps fills the cache; the rate is that of the others
 LAST_STEPS = 4  # at the end nothing is left to do ahead
@@ -127,7 +127,9 @@ TASKS = (
 )  # fmt: skip
 OF_HOST = ("fetch", "write back", "barrier")  # their rows' rates are measured here
 CORES_OF_PAIR = 2  # with fewer, steps of ranks took up to twice as long as estimated
-LEAST_MARGIN = 0.1  # fraction of a step's time: predictions were off by 8 % on average
+NEARLY = 0.9  # a core that nothing else uses is idle for at least this share of the time
+# fraction of a step's time: predictions were off by 8 % on average; processor time on busy cores by up to this
+LEAST_MARGIN, BUSY_MARGIN = 0.1, 0.25
 UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
 HANDLED, HANDLING_S = ("read", "send", "write"), 5e-5  # a batch from its decoder, a piece into the ring
 
@@ -180,22 +182,30 @@ def combinations(vary: Sequence[str]) -> list[tuple[str, ...]]:
 
 def estimate_job(job: Job, devices: Sequence[DeviceRates], name: str, max_steps: int | None = None) -> list[Walked]:
     """Prints an estimate for each device. Raises ConfigError and DataError."""
+    free = free_cores() / job.ranks.on_host  # the pairs of a host work at the same time
     plan, wiring = plan_job(job, max_steps)
     host, results = host_rates(job), []
-    cores = usable_cores() / job.ranks.on_host  # the pairs of a host work at the same time
+    cores = usable_cores() / job.ranks.on_host
+    is_busy = free < NEARLY * min(CORES_OF_PAIR, cores)
     for device in devices:
         result = estimated(job, plan, device, host)
         walked = walk(plan, wiring, result.durations, {}, cores)
         results.append(walked)
+        margin = max(result.margin, BUSY_MARGIN if is_busy else 0.0)
         on = device.device if job.ranks.count == 1 else f"{job.ranks.count} ranks of {device.device}"
         typer.echo(
-            f"{name} on {on}: {1e3 * walked.step_s:.1f} ms a step (+-{result.margin:.0%}), {walked.run_s:.1f} s in all"
+            f"{name} on {on}: {1e3 * walked.step_s:.1f} ms a step (+-{margin:.0%}), {walked.run_s:.1f} s in all"
             f", bound by {described(walked)}\n  ms: {ms_of_tasks(result.durations, len(plan))}"
         )
         if job.ranks.count > 1 and cores < CORES_OF_PAIR:
             typer.echo(
                 f"  each trainer and its prefetcher have {cores:g} of this host's cores: a step takes up to twice "
                 "as long, since all ranks wait for one that waits for a core"
+            )
+        if is_busy:
+            typer.echo(
+                f"  other programs leave {free:.1f} of the {cores:g} cores of a trainer and its prefetcher: "
+                f"+-{margin:.0%} is the error of processor time, and a step takes longer by its waits for a core"
             )
         if result.outside:
             typer.echo(f"  outside what was measured: {', '.join(result.outside)}")

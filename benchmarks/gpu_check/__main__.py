@@ -27,6 +27,7 @@ whole: what do both processes do?
     peers          FBGEMM's managed caching, where it is installed
     more-kernels   the other cases of `kernels`
     recovery       a trainer, a prefetcher or both are killed and started again
+    same-seed      HSTU and DLRM, new runs of one seed on 1, 2 and 4 trainers: one sha256 each
 
 The most valuable parts come first. Each runs in a process of its own, with a time limit; the file is rewritten after
 each. A later command adds to the file. It skips parts that have passed with nothing left out: remove the file to begin
@@ -59,13 +60,14 @@ COMMANDS = {  # the parts in their order, and the seconds of each, if each takes
     },
     "speed": {"bandwidth": 90.0, "ncu": 75.0, "steady": 100.0, "speed-large": 140.0, "speed": 115.0},
     "whole": {
-        "live-large": 90.0,
-        "live": 80.0,
-        "equality": 120.0,
+        "live-large": 75.0,
+        "live": 65.0,
+        "equality": 95.0,
         "rates": 50.0,
         "peers": 20.0,
-        "more-kernels": 30.0,
-        "recovery": 130.0,
+        "more-kernels": 25.0,
+        "recovery": 100.0,
+        "same-seed": 90.0,
     },
 }
 LIMITS_S = {part: limit_s for parts in COMMANDS.values() for part, limit_s in parts.items()}

@@ -19,6 +19,7 @@ from benchmarks.gpu_check import (
     peers,
     rates,
     recovery,
+    same_seed,
     speed,
     steady,
     tools,
@@ -50,6 +51,7 @@ PARTS: dict[str, Work] = {
     "peers": lambda findings, device, folder: peers.check_peers(findings, device),
     "more-kernels": lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.REST),
     "recovery": lambda findings, device, folder: recovery.check_recovery(findings, device, folder),
+    "same-seed": lambda findings, device, folder: same_seed.check_same_seed(findings, device, folder),
     # only under a tool
     tools.FEW_KERNELS: lambda findings, device, folder: kernels.check_kernels(findings, device, kernels.CORE[:4]),
     tools.ONCE: lambda findings, device, folder: bandwidth.run_once(findings, device),

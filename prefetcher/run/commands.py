@@ -169,8 +169,7 @@ def forget(
     from rowcast.prefetcher.checkpoints.forget import forget_rows
 
     manifest, rows = forget_rows(run_dir, untrained_for)
-    later = f"rows that are not trained from here on go at a forget {untrained_for} or more train steps later"
-    get_logger().info("forgotten", checkpoint=manifest.name, rows=rows, **({} if rows else {"because": later}))
+    get_logger().info("forgotten", checkpoint=manifest.name, rows=rows)
 
 
 def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> int:

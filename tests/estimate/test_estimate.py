@@ -3,6 +3,7 @@ pace.
 """
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +22,16 @@ from rowcast.job.schema import Job
 from rowcast.job.tables import group_specs, with_placements
 from rowcast.prefetcher.readers.reader import open_reader, schedule
 from rowcast.protocol.parts import owner_of
+from rowcast.runtime import machine
 from rowcast.runtime.disk import render, seal
 from rowcast.runtime.errors import ConfigError
 from tests.support.facts import facts
 from tests.support.made_up_device import PARAMETERS, device, host, job
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_cores", lambda: 64.0)
 
 
 def rows_of(planned: PlannedStep, task: str, *kernels: str) -> float:
@@ -285,6 +292,31 @@ def test_pairs_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch, capsys
         return found.step_s
 
     assert pace(per_host=2) > 1.5 * pace(per_host=1)
+
+
+@pytest.mark.parametrize(("free", "margin"), [(2.0, "+-10%"), (0.3, "+-25%")])
+def test_the_margin_is_that_of_the_load(
+    free: float, margin: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "free_cores", lambda: free)
+    monkeypatch.setattr(module, "host_rates", lambda job: host())
+    estimate_job(job(), [device()], "the job")
+    said = capsys.readouterr().out
+    assert margin in said
+    assert ("other programs leave 0.3 of the 2 cores" in said) == (free < 1)
+
+
+def test_free_cores_are_idle_or_wait_for_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 0 500 0 0 0 0 0 0\ncpu0 1 2\n")
+    monkeypatch.setattr(machine, "STAT", stat)
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    later = "cpu  160 5 5 520 10 0 0 0 0 0\n"  # 70 busy, 30 idle
+    monkeypatch.setattr(time, "sleep", lambda seconds: stat.write_text(later))
+    assert machine.free_cores() == pytest.approx(0.6)
+    stat.unlink()
+    assert machine.free_cores() == 2
 
 
 def test_parts_of_one_trainer_are_computed_one_after_the_other() -> None:
