@@ -81,10 +81,6 @@ class Scan:
         return len(self.steps)
 
     @property
-    def num_train(self) -> int:
-        return sum(step.trains for step in self.steps)
-
-    @property
     def num_lookups(self) -> int:
         return sum(step.num_lookups for step in self.steps)
 

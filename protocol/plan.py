@@ -94,11 +94,6 @@ class GroupPlan(GroupArrays[npt.NDArray[Any]]):
     def num_lookups(self) -> int:
         return int(self.segment_offsets[-1])
 
-    @property
-    def evict_slots(self) -> I32:
-        slots: I32 = self.fetch_slots[: len(self.evict_keys)]
-        return slots
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:

@@ -77,7 +77,7 @@ class Table:
             self._records[first : first + terms.cardinalities[table], : terms.dim] = initial_rows(table, terms)
 
     def move(self, plan: GroupPlan, cache: npt.NDArray[np.float32]) -> None:
-        self._records[self._rows(plan.evict_keys)] = cache[plan.evict_slots]
+        self._records[self._rows(plan.evict_keys)] = cache[plan.fetch_slots[: len(plan.evict_keys)]]
         cache[plan.fetch_slots] = self._records[self._rows(plan.fetch_keys)]
 
     def _rows(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

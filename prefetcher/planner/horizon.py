@@ -201,10 +201,6 @@ class Horizon:
     def last_plan(self) -> int:
         return self._known[-1].plan
 
-    @property
-    def bundles(self) -> tuple[Bundle, ...]:
-        return tuple(self._known)
-
     def advance(self) -> None:
         bundle = self._known.popleft()
         self.id_bytes -= bundle.id_bytes

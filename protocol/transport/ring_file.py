@@ -102,27 +102,17 @@ class RingFile:
             )
         return cls(path, descriptor, nbytes, owner=False)
 
-    def unlink(self) -> None:
-        """Removes the file's name; both mappings stay. The owner calls it once the peer has attached. Idempotent."""
-        if self.path in created:
-            Path(self.path).unlink(missing_ok=True)
-            created.discard(self.path)
-
     def close(self) -> None:
         """Unlinks the file if it still has a name, and releases the lock. Idempotent."""
         if self._descriptor is None:
             return
-        self.unlink()
+        if self.path in created:
+            Path(self.path).unlink(missing_ok=True)
+            created.discard(self.path)
         # the mapping duplicates the descriptor, which would keep the lock
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         os.close(self._descriptor)
         self._descriptor = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 class RingMemory:
@@ -134,17 +124,8 @@ class RingMemory:
         self.nbytes = nbytes
         self.buffer: Bytes = in_memory_buffer(nbytes)
 
-    def unlink(self) -> None:
-        """Does nothing: there is no file."""
-
     def close(self) -> None:
         """Does nothing: the memory is freed with its last view."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def create_ring(transport: Transport, nbytes: int, name_hint: str) -> RingFile | RingMemory:

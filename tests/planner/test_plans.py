@@ -84,10 +84,11 @@ class Replay:
     def move(self, plan: PlannedSteps, index: int) -> None:
         group = plan.move[index]
         self.apply_until(max(plan.plan - self.depth - 1, -1 if plan.after_plan is None else plan.after_plan))
-        used = [self.last_use[slot] for slot in group.evict_slots.tolist()]
+        evict_slots = group.fetch_slots[: len(group.evict_keys)].tolist()
+        used = [self.last_use[slot] for slot in evict_slots]
         assert group.fill_after == max(used, default=None)
         assert group.fill_after is None or group.fill_after < plan.plan
-        for i, (key, slot) in enumerate(zip(group.evict_keys.tolist(), group.evict_slots.tolist(), strict=True)):
+        for i, (key, slot) in enumerate(zip(group.evict_keys.tolist(), evict_slots, strict=True)):
             held = self.slots[slot]
             assert held is not None
             assert held[0] == key
@@ -243,8 +244,8 @@ def test_the_known_batches_stay_within_the_budget() -> None:
     most = 0
     feed(planner, left, True)
     while planner.ready():
-        most = max(most, sum(known.id_bytes for known in planner.known.bundles))
-        assert planner.known.id_bytes == sum(known.id_bytes for known in planner.known.bundles)
+        most = max(most, sum(known.id_bytes for known in planner.known._known))
+        assert planner.known.id_bytes == sum(known.id_bytes for known in planner.known._known)
         planner.plan()
         feed(planner, left, True)
     assert budget / 2 < most < 1.1 * budget, "batches differ in size, so the mean decides"
@@ -261,7 +262,7 @@ def test_a_horizon_counts_batches_and_as_many_plans_as_are_in_flight(horizon: in
         feed(planner, left, eager)
         while planner.ready() and left:
             assert planner.num_known <= planner.horizon + 1
-            known, num_plans = planner.known.num_batches, len(planner.known.bundles)
+            known, num_plans = planner.known.num_batches, len(planner.known._known)
             num_steps = len(planner.plan().steps)
             notes.append((num_steps, known - num_steps, num_plans - 1))
             feed(planner, left, eager)

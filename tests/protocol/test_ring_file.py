@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ from pathlib import Path
 from rowcast.protocol.transport.ring_file import RingFile
 ring = RingFile.create(65536, "test", Path(sys.argv[1]))
 if sys.argv[2] == "unlink":
-    ring.unlink()
+    Path(ring.path).unlink()
 print(ring.path, flush=True)
 sys.stdin.read()
 """
@@ -49,10 +50,10 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 
 def test_both_sides_map_the_same_bytes(tmp_path: Path) -> None:
-    with RingFile.create(NBYTES, "test", tmp_path) as owner:
+    with closing(RingFile.create(NBYTES, "test", tmp_path)) as owner:
         peer = RingFile.attach(owner.path, NBYTES)
         assert Path(owner.path).stat().st_mode & 0o777 == 0o600
-        owner.unlink()
+        Path(owner.path).unlink()
         assert list(tmp_path.iterdir()) == []
         writer, reader = RingWriter(owner.buffer), RingReader(peer.buffer)
         piece = writer.try_allocate(100)
@@ -64,7 +65,7 @@ def test_both_sides_map_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_buffers_are_page_aligned_and_have_exactly_the_bytes_asked_for(tmp_path: Path) -> None:
-    with RingFile.create(NBYTES + 100, "test", tmp_path) as ring:
+    with closing(RingFile.create(NBYTES + 100, "test", tmp_path)) as ring:
         assert len(ring.buffer) == NBYTES + 100
         assert ring.buffer.ctypes.data % os.sysconf("SC_PAGESIZE") == 0
         assert Path(ring.path).stat().st_blocks * 512 >= NBYTES + 100  # allocated, not sparse
@@ -72,7 +73,7 @@ def test_buffers_are_page_aligned_and_have_exactly_the_bytes_asked_for(tmp_path:
 
 
 def test_the_default_directory_is_shared_memory() -> None:
-    with RingFile.create(NBYTES, "test") as ring:
+    with closing(RingFile.create(NBYTES, "test")) as ring:
         assert ring.path.startswith("/dev/shm/rowcast-test-")
     assert not Path(ring.path).exists()
 
@@ -93,14 +94,14 @@ def test_a_ring_that_is_not_here_is_refused(tmp_path: Path) -> None:
 
 def test_a_ring_of_another_size_is_refused_with_both_sizes(tmp_path: Path) -> None:
     with (
-        RingFile.create(NBYTES, "test", tmp_path) as ring,
+        closing(RingFile.create(NBYTES, "test", tmp_path)) as ring,
         pytest.raises(ConfigError, match=f"{NBYTES} bytes .* {NBYTES * 2} bytes"),
     ):
         RingFile.attach(ring.path, NBYTES * 2)
 
 
 def test_a_link_to_a_ring_is_refused(tmp_path: Path) -> None:
-    with RingFile.create(NBYTES, "test", tmp_path) as ring:
+    with closing(RingFile.create(NBYTES, "test", tmp_path)) as ring:
         link = tmp_path / "link"
         link.symlink_to(ring.path)
         with pytest.raises(ConfigError, match="cannot be opened"):
@@ -115,7 +116,7 @@ def test_leftovers_are_removed_and_rings_of_living_processes_kept(tmp_path: Path
     (tmp_path / "rowcast-link-1-00000000").symlink_to("other")
     (tmp_path / "rowcast-backup.tar").touch()
     try:
-        with RingFile.create(NBYTES, "mine", tmp_path) as mine:
+        with closing(RingFile.create(NBYTES, "mine", tmp_path)) as mine:
             assert remove_leftovers(tmp_path) == [left]
             assert {path.name for path in tmp_path.iterdir()} == {
                 kept.name,
@@ -153,7 +154,7 @@ def test_a_ring_taken_for_a_leftover_before_it_is_locked_is_made_again(
         return lock(descriptor, path)
 
     monkeypatch.setattr(ring_file, "try_lock", lock_late)
-    with RingFile.create(NBYTES, "test", tmp_path) as ring:
+    with closing(RingFile.create(NBYTES, "test", tmp_path)) as ring:
         assert taken
         assert list(tmp_path.iterdir()) == [Path(ring.path)]
 

@@ -13,7 +13,7 @@ def check_planner(planner: RowPlanner) -> None:
     """Raises AssertionError with both numbers if directory, slots, queues and horizon disagree."""
     for level in planner.levels:
         for index, group in enumerate(level.groups):
-            check_group(group, [(bundle.plan, bundle.keys[index]) for bundle in planner.known.bundles])
+            check_group(group, [(bundle.plan, bundle.keys[index]) for bundle in planner.known._known])
 
 
 def check_group(planner: GroupPlanner, known: list[tuple[int, I64]]) -> None:

@@ -85,7 +85,13 @@ class SeededStream(Stream):
 
 
 def halves(moves: Sequence[Move]) -> list[tuple[Move, ...]]:
-    return list(zip(*(move.halves() for move in moves), strict=True))
+    return list(zip(*map(halves_of, moves), strict=True))
+
+
+def halves_of(move: Move) -> tuple[Move, Move]:
+    half = move.size // 2
+    begin = move.begin + half * move.rows.shape[1]
+    return move._replace(size=half), move._replace(first=move.first + half, size=move.size - half, begin=begin)
 
 
 class SeededStreams(Streams):

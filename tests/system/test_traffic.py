@@ -116,7 +116,7 @@ def assert_slots_copied_as_planned(run: InProcessRun, traffic: Traffic, alone: A
     """Slots in the order in which they were copied: each step's moves in the order of the steps, then the barrier's."""
     for index, records in enumerate(run.records):
         plans = [plan.groups[index] for plan in alone.plans]
-        victims = [slot for plan in plans for slot in plan.evict_slots[: plan.num_dirty].tolist()]
+        victims = [slot for plan in plans for slot in plan.fetch_slots[: plan.num_dirty].tolist()]
         assert slots_moved(traffic.gathered, records) == victims + alone.barrier.dirty[index].slots.tolist()
         assert slots_moved(traffic.scattered, records) == [slot for plan in plans for slot in plan.fetch_slots.tolist()]
     assert sum(len(slots) for _, slots in traffic.scattered) == sum(

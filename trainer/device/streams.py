@@ -92,11 +92,6 @@ class Move(NamedTuple):
         width = self.rows.shape[1]
         return self.memory[self.begin : self.begin + self.size * width].view(self.size, width)
 
-    def halves(self) -> tuple["Move", "Move"]:
-        half = self.size // 2
-        begin = self.begin + half * self.rows.shape[1]
-        return self._replace(size=half), self._replace(first=self.first + half, size=self.size - half, begin=begin)
-
 
 def move(rows: Tensor, slots: Tensor, beside: Tensor) -> Move:
     """Of all these slots [n]; `beside` [n, D] is contiguous."""
