@@ -253,7 +253,10 @@ class PeerWatch:
 
     def advance(self) -> bool:
         now_s = time.monotonic()
-        self._allow_for_pause(now_s)
+        # after a pause of this process it has received nothing, whatever the peer did
+        if now_s - self._last_tick_s > PAUSE_S:
+            self._listening_since_s = self._last_change_s = now_s
+        self._last_tick_s = now_s
         progress = self._progress()
         if not self._connected():
             self._check_failed()
@@ -278,11 +281,6 @@ class PeerWatch:
     def _heard(self, message: Heartbeat) -> None:
         self._peer_waits_for = message.waiting_for
         self._peer_progress = (message.step_begun, message.step_done, message.work)
-
-    def _allow_for_pause(self, now_s: float) -> None:
-        if now_s - self._last_tick_s > PAUSE_S:
-            self._listening_since_s = self._last_change_s = now_s
-        self._last_tick_s = now_s
 
     def _check_failed(self) -> None:
         failure = self._failure()

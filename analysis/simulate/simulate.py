@@ -108,15 +108,6 @@ def can_have(format: str, shuffle: str) -> bool:
     return True
 
 
-def capacity_jobs(job: Job, grid: Grid) -> Iterator[Job]:
-    """Yields a job for each capacity and memory tier."""
-    for capacity in dict.fromkeys(grid.capacities or [job.cache.capacity]):
-        varied = with_values(job, {"cache": {"capacity": capacity}})
-        yield from (
-            (with_memory(varied, memory) for memory in dict.fromkeys(grid.memories)) if grid.memories else (varied,)
-        )
-
-
 def with_memory(job: Job, memory: str | int) -> Job:
     kind = job.store.kind if isinstance(job.store, StoreWithTier) else "tiered"
     return with_values(job, {"store": {"kind": kind, "memory": memory}})
@@ -359,12 +350,14 @@ def moved(
 def settings_of_jobs(job: Job, grid: Grid) -> Iterator[tuple[Job, list[Setting]]]:
     """Yields the settings of each capacity and memory tier. A policy without a tier has one setting per capacity."""
     simulated = set[str | int]()
-    for varied in capacity_jobs(job, grid):
-        again = varied.cache.capacity in simulated
-        of_job = [setting for setting in settings(varied, grid) if setting.policy in WITH_TIER or not again]
-        simulated.add(varied.cache.capacity)
-        if of_job:
-            yield varied, of_job
+    for capacity in dict.fromkeys(grid.capacities or [job.cache.capacity]):
+        base = with_values(job, {"cache": {"capacity": capacity}})
+        for varied in [with_memory(base, memory) for memory in dict.fromkeys(grid.memories)] or [base]:
+            again = varied.cache.capacity in simulated
+            of_job = [setting for setting in settings(varied, grid) if setting.policy in WITH_TIER or not again]
+            simulated.add(varied.cache.capacity)
+            if of_job:
+                yield varied, of_job
 
 
 def bound_setting(job: Job) -> Setting:

@@ -79,16 +79,12 @@ def touched_by(
         largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
         every = np.sort(np.concatenate(keys or [NO_ROWS]), kind="stable")  # merges; numpy's unique is slower
         num_distinct = int(np.count_nonzero(np.diff(every, prepend=-1)))
-        counts.append(num_distinct or -(-untouched_share(group, batches) // num_shards))
+        most_bags = group.num_features * max((scheduled.batch.size for scheduled in batches), default=1)
+        # of a group that these batches do not touch: one row for each bag, or all rows
+        counts.append(num_distinct or -(-min(group.num_rows, most_bags) // num_shards))
     return Touched(
         num_batches=min(len(batches), MEASURED_BATCHES), largest_batch_rows=tuple(largest), distinct_rows=tuple(counts)
     )
-
-
-def untouched_share(group: GroupSpec, batches: Sequence[Scheduled[Lookups]]) -> int:
-    """Estimates the distinct rows of a group that the first batches do not touch: one per bag, or all rows."""
-    largest = max((scheduled.batch.size for scheduled in batches), default=1)
-    return min(group.num_rows, group.num_features * largest)
 
 
 def slots_of(job: Job, groups: tuple[GroupSpec, ...], touched: Touched) -> tuple[int, ...]:

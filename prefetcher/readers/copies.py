@@ -248,7 +248,11 @@ class Copy:
         if made.rules != self._key or made.state.nbytes != state.nbytes:
             return False
         if made.state != state:
-            if self._digest() != made.digest:
+            slow = f"{self.source} was touched; it is read to see whether its columns are still those that were kept"
+            with said_if_slow(EVERY_S, slow), open_hashed(self.source) as file:
+                while file.read(CHUNK_BYTES):
+                    continue
+            if file.digest != made.digest:
                 return False
             made = msgspec.structs.replace(made, state=state)
             with suppress(OSError):
@@ -314,14 +318,6 @@ class Copy:
     def _columns(self, file: HashingReader) -> Iterator[tuple[Any, int]]:
         with text_of(file, self.source) as stream:
             yield from self._rules.columns(self.source, stream)
-
-    def _digest(self) -> str:
-        """Of the source's bytes."""
-        slow = f"{self.source} was touched; it is read to see whether its columns are still those that were kept"
-        with said_if_slow(EVERY_S, slow), open_hashed(self.source) as file:
-            while file.read(CHUNK_BYTES):
-                continue
-            return file.digest
 
 
 def changed(source: Path) -> DataError:

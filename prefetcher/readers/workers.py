@@ -360,7 +360,7 @@ class DecodedStream:
         self._decoders = [DecodingProcess(share, ahead, on_arrival) for share in shares]
         self._next_step = (share.start or Position()).step
         self._invalid_ids, self._blocked_s = [0] * num_decoders, [0.0] * num_decoders  # of each decoder
-        self._ended = False
+        self.ended = False
 
     def start(self) -> None:
         atexit.register(self.close)  # before multiprocessing's, which would wait for children that ignore SIGTERM
@@ -382,7 +382,7 @@ class DecodedStream:
         if delivery is None:
             return None
         if isinstance(delivery, EndOfBatches):
-            self._ended = True
+            self.ended = True
             return None
         step = delivery.scheduled.step
         assert step == self._next_step, f"decoder {index} gave step {step}, but step {self._next_step} follows"
@@ -394,10 +394,6 @@ class DecodedStream:
         self._invalid_ids[index], self._blocked_s[index] = delivery.invalid_ids, delivery.blocked_s
         self.counters.batches += 1
         return delivery.scheduled
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
 
     def close(self) -> None:
         atexit.unregister(self.close)

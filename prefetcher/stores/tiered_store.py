@@ -319,7 +319,12 @@ class TieredStore(RowStore):
             return False
         plan = self._plans[0]
         if not self._has_begun:  # before any load, which may wait for these
-            self._note_leaving(plan)
+            spilled = np.sort(plan.spill_keys)
+            if len(spilled):
+                numbers, slots = self.numbers.of(spilled), np.empty(len(spilled), np.int64)
+                with self._lock:
+                    count = leave_after(numbers, plan.step, self._whereabouts, self._leaves_after, slots)
+                self._leaving.append(Leaving(plan.step, slots[:count]))
             self._has_begun = True
         keys = plan.load_keys[self._num_seen : self._num_seen + self._at_once]
         num_seen = self._load(keys) if len(keys) else 0
@@ -375,15 +380,6 @@ class TieredStore(RowStore):
             loaded(slots, self._states)
             self.rows.write(slots, records, self.numbers.pool)
             self._loaded += len(keys)
-
-    def _note_leaving(self, plan: StagedPlan) -> None:
-        keys = np.sort(plan.spill_keys)
-        if not len(keys):
-            return
-        numbers, slots = self.numbers.of(keys), np.empty(len(keys), np.int64)
-        with self._lock:
-            count = leave_after(numbers, plan.step, self._whereabouts, self._leaves_after, slots)
-        self._leaving.append(Leaving(plan.step, slots[:count]))
 
     def counts(self) -> StoreCounts:
         cold = self.cold

@@ -379,10 +379,7 @@ class TcpAddress:
         self.endpoint = endpoint
         self._keys = keys
         self._auth = ClientAuth(keys, refusals)
-
-    @property
-    def sockets(self) -> Sockets:
-        return self._auth.sockets
+        self.sockets: Sockets = self._auth.sockets
 
     def open(self) -> None:
         load_server(self._keys)

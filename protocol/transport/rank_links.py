@@ -273,10 +273,11 @@ class RankLinks:
         for other in late if self._may_wait() else ():
             since_s = max(self._awaited_s, other.known_s)
             if other.listens is not None and now_s - since_s > self._timeout_s:
+                ways = ", ".join(f"{address}:{other.listens.port}" for address in other.listens.addresses)
+                state = "is connected" if other.is_joined else f"cannot be reached at {ways}"
                 raise PeerLost(
                     f"the prefetcher of rank {self._number} waited {self._timeout_s:g} s (ranks.timeout) for keys of "
-                    f"rank {other.number}, {'which is connected' if other.is_joined else unreachable(other.listens)}; "
-                    "its log says what it does, or why it ended"
+                    f"rank {other.number}, which {state}; its log says what it does, or why it ended"
                 )
 
     def _approach(self, other: Other, now_s: float) -> None:
@@ -366,8 +367,3 @@ def read_listens(path: Path) -> Listens | None:
         return listens if len(z85.decode(listens.key)) == KEY_BYTES else None
     except (OSError, ValueError, KeyError, struct.error, msgspec.DecodeError):
         return None
-
-
-def unreachable(listens: Listens) -> str:
-    where = ", ".join(f"{address}:{listens.port}" for address in listens.addresses)
-    return f"which cannot be reached at {where}"

@@ -195,9 +195,12 @@ class DeviceCache:
         if not self._inbox:
             return False
         plan, message, payload, derived = self._inbox[0]
-        room = self._fill_staging.take(staged_bytes(message)) if message.rows else None
-        if message.rows and room is None:
-            return False
+        room = None
+        if message.rows:  # their bytes follow the piece's arrays in the payload
+            size = 0 if message.payload is None else message.payload.nbytes - message.rows[0].offset
+            room = self._fill_staging.take(size)
+            if room is None:
+                return False
         self._inbox.popleft()
         memory = self._memory[plan.plan % len(self._memory)]
         if message.steps:
@@ -303,8 +306,3 @@ def dirty_victims(plan: ArrivedPlan, message: PlanReady, groups: Sequence[GroupS
             victims.append(RowSpan(group=span.group, start=span.start, count=dirty, offset=end))
             end = aligned(end + dirty * groups[span.group].record_bytes, ARRAY_ALIGNMENT)
     return victims
-
-
-def staged_bytes(message: PlanReady) -> int:
-    """Returns the bytes of a piece's rows, which follow its arrays in the payload."""
-    return 0 if message.payload is None else message.payload.nbytes - message.rows[0].offset
