@@ -78,12 +78,6 @@ def line_to_trust(names: Sequence[str]) -> str:
     return shlex.join(["rowcast", *sys.argv[1:], *(f"--trust={name}" for name in names)])
 
 
-def require_data(data: Path) -> None:
-    """Raises ConfigError unless it may be a file, a folder or a glob. Opening the files tells the rest."""
-    if not data.exists() and not GLOB.search(str(data)):
-        raise ConfigError(f"--data {data}: no such file or folder; correct the name")
-
-
 def beside(out: Path) -> TemporaryDirectory[str]:
     """Makes a folder beside `out`. Raises ConfigError."""
     try:
@@ -100,8 +94,8 @@ def scoring_job(checkpoint: Manifest, run: Path, data: Path, overrides: Sequence
     form, known = content["data"]["format"], format_of(content["data"]["format"])
     if not known.has_files and form in FORMATS:
         raise ConfigError(f'--run {run} was trained on data.format = "{form}", which has no files to score')
-    if known.has_files:
-        require_data(data)
+    if known.has_files and not data.exists() and not GLOB.search(str(data)):  # opening the files tells the rest
+        raise ConfigError(f"--data {data}: no such file or folder; correct the name")
     for override in overrides:
         apply_override(content, override)
     return from_file(parse_job(content, f"the job of {run}"))

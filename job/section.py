@@ -64,14 +64,6 @@ def gone(names: Iterable[str]) -> str | None:
     return f"{name_gone} is gone: {REMOVED[name_gone]}; commit {LATER.get(name_gone, LAST_COMMIT)} has it"
 
 
-def refuse_removed(content: Mapping[str, Any], path: str) -> None:
-    """Checks a section of a job file. Raises ValueError."""
-    for key, value in content.items():
-        name = f"{path}.{key}" if path else key
-        if sentence := gone((name, f"{name} = {value}")):
-            raise ValueError(sentence)
-
-
 def removed_option(subcommand: str, arguments: Iterable[str]) -> str | None:
     """The sentence for a command line that names a subcommand or an option which is gone; None for any other."""
     options = (argument.partition("=")[0] for argument in arguments)
@@ -175,7 +167,10 @@ class Decoder:
                 f"{path} = {shown(content)} must be a section: write {heading(path)}, and its keys below it: "
                 f"{', '.join(keys)}"
             )
-        refuse_removed(content, path)
+        for key, value in content.items():
+            name = f"{path}.{key}" if path else key
+            if sentence := gone((name, f"{name} = {value}")):
+                raise ValueError(sentence)
         struct = struct_for(section, content, path)
         keys = keys_of(struct)
         for name in content:

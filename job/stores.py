@@ -40,7 +40,8 @@ class Tiered(StoreWithTier, frozen=True, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        check_path(self.path)
+        if self.path == "":
+            raise ValueError("path is empty; name a folder")
         if self.disk is not None:
             parse_bytes(self.disk)
 
@@ -60,11 +61,6 @@ class Redis(StoreWithTier, frozen=True, kw_only=True):
     @property
     def timeout_seconds(self) -> float:
         return parse_seconds("5s" if self.timeout is None else self.timeout)
-
-
-def check_path(path: str | None) -> None:
-    if path == "":
-        raise ValueError("path is empty; name a folder")
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,7 +259,9 @@ class PeerWatch:
         self._last_tick_s = now_s
         progress = self._progress()
         if not self._connected():
-            self._check_failed()
+            failure = self._failure()
+            if failure is not None and not isinstance(failure, PeerKilled):  # a killed one is started again
+                raise failure
             self._check_gone(now_s)
             self._check_coming(progress, now_s)
         elif not progress.ended:
@@ -281,11 +283,6 @@ class PeerWatch:
     def _heard(self, message: Heartbeat) -> None:
         self._peer_waits_for = message.waiting_for
         self._peer_progress = (message.step_begun, message.step_done, message.work)
-
-    def _check_failed(self) -> None:
-        failure = self._failure()
-        if failure is not None and not isinstance(failure, PeerKilled):  # a killed one is started again
-            raise failure
 
     def _check_coming(self, progress: ProcessProgress, now_s: float) -> None:
         """Checks the time-out, which starts when this side is ready, and again whenever the peer is seen to start and

@@ -195,6 +195,7 @@ def step_block(batch: Samples, plan: StepPlan, start: int) -> ArrayBlock:
 
 
 def step_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> StepHeader:
+    shares = tuple(group.share.header for group in plan.groups if group.share is not None)
     return StepHeader(
         step=plan.step,
         kind=plan.kind,
@@ -204,7 +205,7 @@ def step_header(batch: Samples, plan: StepPlan, block: ArrayBlock) -> StepHeader
         groups=group_headers(plan),
         arrays=block.specs,
         arrays_bytes=block.nbytes,
-        share=batch_share(plan),
+        share=BatchShare(batch_size=plan.batch_size, groups=shares) if shares else None,
     )
 
 
@@ -221,11 +222,6 @@ def group_headers(plan: StepPlan) -> tuple[GroupHeader, ...]:
         )
         for group in plan.groups
     )
-
-
-def batch_share(plan: StepPlan) -> BatchShare | None:
-    headers = tuple(group.share.header for group in plan.groups if group.share is not None)
-    return BatchShare(batch_size=plan.batch_size, groups=headers) if headers else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,7 +49,9 @@ def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
     bug: its traceback is logged and the code is 1. Logging works before `main` sets it up."""
     make_lasting("stderr")
     setup_logging(process)
-    allow_open_files()
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # the host does not allow it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # the soft limit is often 1,024
     try:
         code = main() or 0
     except RowcastError as error:
@@ -72,13 +74,6 @@ def exit_code_of(process: str, main: Callable[[], int | None]) -> int:
             code = code or 1
             say(process, f"stdout cannot be written ({os.strerror(unwritten)}); {advice(unwritten, 'redirect it')}")
     return code
-
-
-def allow_open_files() -> None:
-    """Raises the soft limit of open files, which is often 1,024, to the hard one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # the host does not allow it
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def stdout_errno(*, after: str) -> int:

@@ -248,7 +248,10 @@ class Seen:
     def add(self, batch: Batch, groupers: list[Grouper]) -> None:
         for g, (group, grouper) in enumerate(zip(self.groups, groupers, strict=True)):
             lookups = grouper.lookups(batch)
-            owned = most_owned(group, grouper.group(lookups).keys, self.count)
+            keys = grouper.group(lookups).keys
+            owned = len(keys)  # by the rank with most of them
+            if self.count > 1:
+                owned = int(np.bincount(Shards(group.tables, self.count).owners(keys), minlength=1).max())
             self.largest_batch_rows[g] = max(self.largest_batch_rows[g], owned)
             for table, num_lookups in zip(group.tables, np.diff(lookups.table_starts).tolist(), strict=True):
                 self.lookups[table.index] += num_lookups
@@ -281,11 +284,6 @@ class Seen:
             ),
             distinct_rows=tuple(map(max, zip(*(of_rank.distinct_rows for of_rank in self.of_ranks), strict=True))),
         )
-
-
-def most_owned(group: GroupSpec, keys: I64, count: int) -> int:
-    """Returns how many of these rows the rank with most of them owns."""
-    return len(keys) if count == 1 else int(np.bincount(Shards(group.tables, count).owners(keys), minlength=1).max())
 
 
 def bytes_of(batch: Batch) -> int:

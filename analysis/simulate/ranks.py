@@ -300,15 +300,13 @@ def simulate_ranks(
     """A result for each job, in their order; those with the same batches must be neighbours, and a capacity in rows, by
     which "auto" cuts no table, has a reading of its own. Raises what reading the data raises."""
     results: list[RanksSimulation] = []
-    for _, neighbours in groupby(jobs, key=batches_and_cuts):
+    for _, neighbours in groupby(
+        jobs, key=lambda job: (job.data.batch_size, job.data.shuffle, job.cache.capacity_rows is None)
+    ):
         alike = list(neighbours)
         settings = simulated(alike, open_batches(alike[0]), progress or AnalysisProgress())
         results += [one.result(per_step=per_step) for one in settings]
     return results
-
-
-def batches_and_cuts(job: Job) -> tuple[int, str, bool]:
-    return job.data.batch_size, job.data.shuffle, job.cache.capacity_rows is None
 
 
 def simulated(jobs: Sequence[Job], batches: Iterable[ScheduledBatch], progress: AnalysisProgress) -> list[RanksSetting]:

@@ -259,19 +259,18 @@ def tier_counts(
 
 
 def step_arrays(scan: Scan, moves: Moves) -> StepArrays:
+    tier = moves.tier
+    of_tier = (
+        {} if tier is None else {"rows_entered": tier.entered, "rows_from_cold": tier.from_cold, "rows_left": tier.left}
+    )
     return StepArrays(
         step=[step.scheduled.step for step in scan.steps],
         kind=[step.scheduled.kind for step in scan.steps],
         rows_fetched=moves.fetched.sum(axis=1).tolist(),
         rows_evicted=moves.evicted.sum(axis=1).tolist(),
         rows_written_back=moves.written_back.sum(axis=1).tolist(),
-        **({} if moves.tier is None else tier_arrays(moves.tier)),
+        **{name: values.sum(axis=1).tolist() for name, values in of_tier.items()},
     )
-
-
-def tier_arrays(tier: TierMoves) -> dict[str, list[int]]:
-    counts = {"rows_entered": tier.entered, "rows_from_cold": tier.from_cold, "rows_left": tier.left}
-    return {name: values.sum(axis=1).tolist() for name, values in counts.items()}
 
 
 def outline(setting: Setting, skipped: str | None = None) -> Simulation:
@@ -319,7 +318,7 @@ def simulated(
             levels = job_levels(varied, groups, touched, slots_of(varied, groups, touched), rings)
             if scanned is None:
                 scanned = scan(groups, chain(measured, left), progress.begin("reading the data", None))
-            bound = moved(scanned, bound_setting(of_own[0].job), levels, measured, progress)
+            bound = moved(scanned, Setting(policy=BOUND, horizon=None, job=of_own[0].job), levels, measured, progress)
         except ConfigError as error:
             yield from (outline(setting, str(error)) for setting in of_own)
             continue
@@ -358,10 +357,6 @@ def settings_of_jobs(job: Job, grid: Grid) -> Iterator[tuple[Job, list[Setting]]
             simulated.add(varied.cache.capacity)
             if of_job:
                 yield varied, of_job
-
-
-def bound_setting(job: Job) -> Setting:
-    return Setting(policy=BOUND, horizon=None, job=job)
 
 
 def description(setting: Setting) -> str:

@@ -114,10 +114,11 @@ def join_ids(files: list[FileRows], parts: list[Lookups]) -> Lookups:
     sizes = [part.size for part in parts]
     offsets = [bag_offsets(part.ids, part.offsets) for part in parts]
     weights = [part.weights for part in parts if part.weights is not None]
+    lengths = [np.diff(bounds).reshape(-1, size) for bounds, size in zip(offsets, sizes, strict=True)]
     joined = Lookups(
         size=sum(sizes),
         ids=join_lookups([part.ids for part in parts], sizes, offsets),
-        offsets=join_offsets(offsets, sizes),
+        offsets=offsets_of(np.concatenate(lengths, axis=1).ravel()),
         weights=join_lookups(weights, sizes, offsets) if weights else None,
     )
     return take_samples(joined, batch_order(files))
@@ -125,11 +126,6 @@ def join_ids(files: list[FileRows], parts: list[Lookups]) -> Lookups:
 
 def batch_order(files: list[FileRows]) -> Ids:
     return np.argsort(np.concatenate([file.positions for file in files]))
-
-
-def join_offsets(offsets: list[Ids], sizes: list[int]) -> Ids:
-    lengths = [np.diff(own).reshape(-1, size) for own, size in zip(offsets, sizes, strict=True)]
-    return offsets_of(np.concatenate(lengths, axis=1).ravel())
 
 
 def join_lookups(values: list[npt.NDArray[Value]], sizes: list[int], offsets: list[Ids]) -> npt.NDArray[Value]:

@@ -149,14 +149,10 @@ class IdCheck:
             where = start + np.flatnonzero(outside[start:stop])
             if len(where) and self._policy == "error":
                 raise refusal(int(ids[where[0]]), feature, location(f)(int(where[0] - start)))
-            inside[where] = self._replaced(ids[where], feature)
+            replaced = np.where(ids[where] == MISSING, 0, ids[where] % np.int64(feature.num_embeddings))
+            inside[where] = 0 if self._policy == "zero" else replaced
         self.num_invalid += int(np.count_nonzero(outside))
         return inside
-
-    def _replaced(self, ids: Ids, feature: CheckedFeature) -> Ids | int:
-        if self._policy == "zero":
-            return 0
-        return np.where(ids == MISSING, 0, ids % np.int64(feature.num_embeddings))
 
 
 def check_id_types(newest: Manifest, types: Mapping[str, IdType], paths: Sequence[Path]) -> None:

@@ -22,7 +22,7 @@ from functools import partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 from msgspec.structs import replace
@@ -348,16 +348,13 @@ class DrawingReader:
             ]
             return self._with_ids(part, columns, drawn)
         drawn = [
-            feature.draw(stream, len(part.labels), self._ids_of(feature, part.inputs)) for feature in self._features
+            feature.draw(stream, len(part.labels), part.inputs.get(f"{feature.per}.id", NOTHING))
+            for feature in self._features
         ]
         dense = self._with_arrays(part, drawn)
         if not isinstance(part, Batch):
             return dense
         return Batch.of(self._with_ids(part, self._columns(part), drawn), dense)
-
-    def _ids_of(self, feature: "DrawnFeature", inputs: dict[str, Any]) -> I64:
-        ids: I64 = inputs.get(f"{feature.per}.id", NOTHING)
-        return ids
 
     def _with_arrays(self, dense: Samples, drawn: list[Drawn]) -> Samples:
         names = [feature.feature for feature in self._features]

@@ -120,7 +120,9 @@ def state_of(path: Path) -> FileState:
 
 def decode(share: DecoderShare, pipe: connection.Connection) -> None:
     """Runs in the child: sends its batches of the schedule, then the end or the error that ended it."""
-    ignore_group_signals()
+    for number in STOPS:  # a group's signals are the parent's
+        signal.signal(number, signal.SIG_IGN)
+    release()
     threading.Thread(target=exit_with_parent, daemon=True, name="exit-with-parent").start()
     sender = ArraySender(pipe)
     structlog.configure(processors=[partial(pass_on, sender)])
@@ -185,12 +187,6 @@ def decode_share(share: DecoderShare, reader: Reader) -> Iterator[Scheduled[Part
     for place in places(share.job, reader, share.max_steps, share.start):
         if share.owns(place.step):
             yield place.holding(place.batch(share.rank_at(place.step)))
-
-
-def ignore_group_signals() -> None:
-    for number in STOPS:
-        signal.signal(number, signal.SIG_IGN)
-    release()
 
 
 def exit_with_parent() -> None:

@@ -513,18 +513,16 @@ class PrefetcherRun:
         # with a fresh run that has no checkpoint, the run in the directory is the earlier one
         if last.finished and not self.checkpoints.are_fresh and self.shard.number == 0:
             crash_point("run not marked complete")
-            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(self._completion(last))
+            max_steps = self.options.max_steps
+            completion = Completion(
+                train_steps=last.train_steps,
+                epochs=self.job.data.epochs,
+                max_steps=max_steps if max_steps == last.train_steps else None,
+                patience=self.job.eval.patience if last.ended_early else 0,
+                reason=last.ended_early,
+            )
+            RunDirectory(self.job.run_dir, "prefetcher").mark_complete(completion)
         return last.finished
-
-    def _completion(self, last: PrefetcherAttempt) -> Completion:
-        max_steps, train_steps = self.options.max_steps, last.train_steps
-        return Completion(
-            train_steps=train_steps,
-            epochs=self.job.data.epochs,
-            max_steps=max_steps if max_steps == train_steps else None,
-            patience=self.job.eval.patience if last.ended_early else 0,
-            reason=last.ended_early,
-        )
 
     def on_training(self) -> None:
         """Marks a complete run as incomplete once it trains again. A fresh run does not change the earlier one."""

@@ -308,14 +308,6 @@ class EndpointLock:
             self._descriptor = None
 
 
-def remove_dead(directory: Path) -> None:
-    """Removes the sockets and locks of processes that were killed."""
-    for lock in directory.iterdir():
-        if LOCK_NAME.fullmatch(lock.name):
-            with suppress(OSError, ConfigError):  # the file is not ours, or cannot be locked
-                remove_if_dead(lock, lock.with_suffix(".sock"))
-
-
 def remove_if_dead(lock: Path, socket: Path) -> None:
     """Raises OSError, ConfigError."""
     descriptor = os.open(lock, LOCK_FLAGS)
@@ -348,7 +340,10 @@ class FileAddress:
     def open(self) -> None:
         """Prepares the address, before there is a socket. Raises ConfigError if this process may not serve here."""
         make_private(self._path.parent)
-        remove_dead(self._path.parent)
+        for lock in self._path.parent.iterdir():  # left by processes that were killed
+            if LOCK_NAME.fullmatch(lock.name):
+                with suppress(OSError, ConfigError):  # the file is not ours, or cannot be locked
+                    remove_if_dead(lock, lock.with_suffix(".sock"))
         self._lock.acquire()
 
     def bind(self, context: Context, socket: "zmq.Socket[bytes]") -> None:

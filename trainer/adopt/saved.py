@@ -90,10 +90,8 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
         return
     place, newest = Path(folder).resolve(), newest_of(Path(folder))
     run = run_to_save(place, newest, doors.runs.get(place), step)
-    main = getattr(sys.modules.get("__main__"), "__file__", None)
-    script = SavedScript(
-        name=Path(main or "notebook").name, tables=tuple(map(saved_table, adoption.homes)), num_ranks=num_ranks
-    )
+    name = Path(getattr(sys.modules.get("__main__"), "__file__", None) or "notebook").name
+    script = SavedScript(name=name, tables=tuple(map(saved_table, adoption.homes)), num_ranks=num_ranks)
     is_last = newest is not None and newest.checksum == run.checksum and next(reversed(doors.runs)) == place
     last = newest.script if newest is not None and is_last else None
     is_smaller_anew = any(home.unsaved.are_all and home.first_values() for home in adoption.homes)

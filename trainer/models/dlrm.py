@@ -107,18 +107,12 @@ class DLRM(nn.Module):
     def interact(self, bottom: Tensor, embeddings: list[Tensor]) -> Tensor:
         """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2]."""
         if self._fused:
-            return fused_interaction(bottom, embeddings, self._kernels)
+            # in fp32 under autocast too
+            chosen = choose_interaction(bottom.device, self._kernels, len(embeddings), bottom.shape[1])
+            return cast(Tensor, cast(Any, FusedInteraction).apply(chosen, bottom.float(), *embeddings))
         vectors = torch.stack([bottom, *embeddings], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         return torch.cat([bottom, products.gather(1, self.lower.expand(products.shape[0], -1))], dim=1)
-
-
-def fused_interaction(bottom: Tensor, embeddings: Sequence[Tensor], kernels: str) -> Tensor:
-    """f32 [B, D] and F of f32 [B, D] -> f32 [B, D + F * (F + 1) / 2], in fp32 under autocast too.
-
-    `kernels`: the job's `trainer.kernels`."""
-    chosen = choose_interaction(bottom.device, kernels, len(embeddings), bottom.shape[1])
-    return cast(Tensor, cast(Any, FusedInteraction).apply(chosen, bottom.float(), *embeddings))
 
 
 class FusedInteraction(torch.autograd.Function):
@@ -204,13 +198,9 @@ class DeepFM(WideDeep):
     """Wide & Deep, and the dot products of all pairs of embeddings, which have one width."""
 
     def forward(self, dense: Tensor, embeddings: list[Tensor], linear_weights: list[Tensor]) -> Tensor:
-        return super().forward(dense, embeddings, linear_weights) + products_of_pairs(torch.stack(embeddings, dim=1))
-
-
-def products_of_pairs(vectors: Tensor) -> Tensor:
-    """f32 [B, F, D] -> f32 [B]: the sum of v_i * v_j over all pairs i < j, in time linear in F."""
-    of_sum = vectors.sum(1).square()
-    return 0.5 * (of_sum - vectors.square().sum(1)).sum(1)
+        logits = super().forward(dense, embeddings, linear_weights)
+        vectors = torch.stack(embeddings, dim=1)  # [B, F, D]; the sum of v_i * v_j over pairs i < j in time linear in F
+        return logits + 0.5 * (vectors.sum(1).square() - vectors.square().sum(1)).sum(1)
 
 
 class Towers(NamedTuple):

@@ -134,7 +134,7 @@ class Embeddings:
 
         `pending`: what their backward pass does; None under `torch.no_grad()`."""
         bags = [group.bags_of(lookup) for group, lookup in zip(self._groups, lookups, strict=True)]
-        values = iter(update_in_backward(self.trigger, pooled, bags, pending))
+        values = iter(cast(Any, UpdateInBackward).apply(self.trigger, pending, bags, *pooled))
         by_group = [
             feature
             for group, group_bags, lookup in zip(self._groups, bags, lookups, strict=True)
@@ -268,14 +268,6 @@ class UpdateInBackward(torch.autograd.Function):
         groups = zip(ctx.counts, ctx.empty, strict=True)
         ctx.pending.apply([joined([*islice(left, count), *empty]) for count, empty in groups])
         return (None,) * (3 + len(ctx.counts))
-
-
-def update_in_backward(
-    trigger: Tensor, pooled: Sequence[Tensor], bags: Sequence[Sequence[int]], pending: PendingUpdate | None
-) -> list[Tensor]:
-    """Returns f32 [bags, D] of each feature, group by group, as results of autograd; the only typed call of
-    `Function.apply`."""
-    return list(cast(Any, UpdateInBackward).apply(trigger, pending, bags, *pooled))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

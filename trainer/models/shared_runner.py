@@ -221,7 +221,10 @@ class SharedRunner(Runner):
         def evaluate() -> None:
             self._told[step.step] = to_host(told.all)
             with shown(), torch.no_grad():
-                self._evaluate_parts(shared)
+                for part in range(self._rank.parts_per_rank):
+                    if shared.part_sizes[part]:
+                        outputs = self._outputs(shared, part, training=False)
+                        self.count(step.step, outputs, shared.samples(part, "labels"), part)
 
         self._metrics.in_progress = True
         streams.compute.run(evaluate)
@@ -292,12 +295,6 @@ class SharedRunner(Runner):
         self._vector.give(self._sum.total)
         self._side.step(shared.step.header.train_step)
         self._clock.lap("update")
-
-    def _evaluate_parts(self, shared: SharedStep) -> None:
-        for part in range(self._rank.parts_per_rank):
-            if shared.part_sizes[part]:
-                outputs = self._outputs(shared, part, training=False)
-                self.count(shared.step.step, outputs, shared.samples(part, "labels"), part)
 
     def _outputs(self, shared: SharedStep, part: int, *, training: bool) -> Any:
         if self._rank.parts > 1:  # with one part, random numbers continue from step to step

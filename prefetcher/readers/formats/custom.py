@@ -57,7 +57,12 @@ def check_inputs(batch: Batch, of: Belonging, where: str) -> None:
     """Raises DataError that starts with `where`. Ids and offsets were checked."""
     bounds = bag_offsets(batch.ids, batch.offsets)
     for name in of.batch_features:
-        check_first_bag(name, lengths_of(name, batch, bounds, of), where)
+        others = np.flatnonzero(lengths_of(name, batch, bounds, of)[1:])
+        if len(others):
+            raise DataError(
+                f"{where}: feature {name} has look-ups in sample {others[0] + 1}, and data.of.{name} = "
+                '"batch"; give all of them to sample 0'
+            )
     for name in of.arrays:
         if name not in batch.inputs:
             raise DataError(
@@ -83,15 +88,6 @@ def lengths_of(feature: str, batch: Batch, bounds: Ids, of: Belonging) -> Ids:
     """Returns the look-ups of each sample."""
     first = of.positions[feature] * batch.size
     return np.diff(bounds[first : first + batch.size + 1])
-
-
-def check_first_bag(feature: str, lengths: Ids, where: str) -> None:
-    others = np.flatnonzero(lengths[1:])
-    if len(others):
-        raise DataError(
-            f"{where}: feature {feature} has look-ups in sample {others[0] + 1}, and data.of.{feature} = "
-            '"batch"; give all of them to sample 0'
-        )
 
 
 def check_array(name: str, array: Any, where: str) -> None:
