@@ -191,7 +191,13 @@ def check_batch_arrays(data: Data, tables: Mapping[str, Table]) -> None:
         raise ValueError(f'data.of: a feature is called "{BATCH}", which here means the whole batch; rename it')
     for name, of in data.of.items():
         if name in tables:
-            check_feature(name, of, data)
+            if of != BATCH:
+                raise ValueError(f'data.of: {name} is a feature, which belongs to samples or the "{BATCH}", not {of!r}')
+            if format_of(data.format).has_files:
+                raise ValueError(
+                    f'data.of: {name} = "{BATCH}" needs a data set of your own, which makes batches; {data.format} has '
+                    "samples"
+                )
         else:
             check_array(name, of, data, tables)
         require_unpooled(tables[name if name in tables else of], f'data.of: {name} = "{of}"')
@@ -233,15 +239,6 @@ def check_negatives(data: Data, tables: Mapping[str, Table]) -> None:
             raise ValueError(
                 f'{key}.by = "log-uniform" takes tables of less than 2**31 rows, not {rows}; use "uniform"'
             )
-
-
-def check_feature(name: str, of: str, data: Data) -> None:
-    if of != BATCH:
-        raise ValueError(f'data.of: {name} is a feature, which belongs to samples or the "{BATCH}", not {of!r}')
-    if format_of(data.format).has_files:
-        raise ValueError(
-            f'data.of: {name} = "{BATCH}" needs a data set of your own, which makes batches; {data.format} has samples'
-        )
 
 
 def check_array(name: str, of: str, data: Data, tables: Mapping[str, Table]) -> None:

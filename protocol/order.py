@@ -229,12 +229,9 @@ class Order:
         model_state.advance(message)
         self.restored = model_state
 
-    def _check_restored(self, name: str) -> None:
+    def _check_all_sent(self, name: str) -> None:
         complete = not self.restore_bytes or (self.restored is not None and self.restored.complete)
         require(complete, f"{name} came before the model state of {self.restore_bytes} bytes that was announced")
-
-    def _check_all_sent(self, name: str) -> None:
-        self._check_restored(name)
         if self.open_plans:
             newest = self.open_plans[-1]
             require(newest.pieces.complete, f"{name} came before the last piece of plan {newest.plan}")

@@ -70,13 +70,9 @@ MOST_KEPT_BEFORE = 2**25  # the most that older versions of glibc accept
 
 def free_memory(root: Path = ROOT) -> int:
     """Returns the bytes that this process can still take without swapping. `root` is for tests."""
-    return min([from_meminfo("MemAvailable", root), *control_groups(root)])
-
-
-def from_meminfo(field: str, root: Path) -> int:
-    match = re.search(rf"^{field}:\s*(\d+) kB", (root / "proc/meminfo").read_text(), flags=re.MULTILINE)
-    assert match is not None, f"/proc/meminfo has no {field}"
-    return int(match[1]) * 1024
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", (root / "proc/meminfo").read_text(), flags=re.MULTILINE)
+    assert match is not None, "/proc/meminfo has no MemAvailable"
+    return min([int(match[1]) * 1024, *control_groups(root)])
 
 
 def control_groups(root: Path = ROOT) -> Iterator[int]:

@@ -114,12 +114,6 @@ class StageThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _wait(self, look_s: Callable[[], float], on_idle: Callable[[float], None] | None) -> None:
-        began_s = time.perf_counter()
-        self._bell.wait(look_s())
-        if on_idle is not None:
-            on_idle(time.perf_counter() - began_s)
-
     def _run(self, stage: Stage, look_s: Callable[[], float], on_idle: Callable[[float], None] | None) -> None:
         try:
             while True:
@@ -129,7 +123,10 @@ class StageThread:
                 if stage():
                     self._on_work()
                 else:
-                    self._wait(look_s, on_idle)
+                    began_s = time.perf_counter()
+                    self._bell.wait(look_s())
+                    if on_idle is not None:
+                        on_idle(time.perf_counter() - began_s)
         except BaseException as error:  # noqa: BLE001 - the process must get any error
             self._on_error(error)
 

@@ -183,14 +183,10 @@ def check_room(folder: Path, content: Content, orders: dict[int, tuple[TableSpec
     )
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise no_room(folder, needed, free)
-
-
-def no_room(folder: Path, needed: int, free: int) -> RowcastError:
-    return RowcastError(
-        f"{folder.parent}: the version takes {human_bytes(needed)}, but {human_bytes(free)} are free; free space, the "
-        "version before stays"
-    )
+        raise RowcastError(
+            f"{folder.parent}: the version takes {human_bytes(needed)}, but {human_bytes(free)} are free; free "
+            "space, the version before stays"
+        )
 
 
 def write_group(

@@ -260,7 +260,9 @@ class Seen:
         self.labels = self.labels or [SeenLabel() for _ in columns]
         for seen, column in zip(self.labels, columns, strict=True):
             seen.add(column)
-        self.largest_batch_bytes = max(self.largest_batch_bytes, bytes_of(batch))
+        arrays = [batch.dense, batch.labels, batch.ids, batch.offsets, batch.weights, *batch.inputs.values()]
+        nbytes = sum(array.nbytes for array in arrays if array is not None)
+        self.largest_batch_bytes = max(self.largest_batch_bytes, nbytes)
 
     @property
     def largest_rows(self) -> list[int]:
@@ -284,12 +286,6 @@ class Seen:
             ),
             distinct_rows=tuple(map(max, zip(*(of_rank.distinct_rows for of_rank in self.of_ranks), strict=True))),
         )
-
-
-def bytes_of(batch: Batch) -> int:
-    optional = sum(array.nbytes for array in (batch.offsets, batch.weights) if array is not None)
-    inputs = sum(array.nbytes for array in batch.inputs.values())
-    return batch.dense.nbytes + batch.labels.nbytes + batch.ids.nbytes + optional + inputs
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:

@@ -45,7 +45,7 @@ from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.run_directory import RunDirectory
 from rowcast.runtime.telemetry.logs import get_logger
-from rowcast.runtime.tensor_file import PlacedTensor, TensorSpec, make_header, read_blocks, read_header
+from rowcast.runtime.tensor_file import PlacedTensor, make_header, read_blocks, read_header
 
 BLOCK_ROWS = 65536
 TABLE_PREFIXES = ("embedding_bags.", "optimizer.")  # of names of rows and their state
@@ -194,7 +194,16 @@ class ExportedFile:
         """Raises ConfigError for the first table tensor that is missing, unknown or of another shape."""
         expected = table_tensors(groups)
         for name, spec in expected.items():
-            self._check_tensor(name, spec)
+            tensor = self._tensors.get(name)
+            if tensor is None and name.startswith("embedding_bags."):
+                raise ConfigError(
+                    f"{self.path}: {name} is missing; remove its table from the job file, or name a file that has it"
+                )
+            if tensor is not None and (tensor.shape != spec.shape or not may_become(tensor.dtype, spec.dtype, name)):
+                raise ConfigError(
+                    f"{self.path}: {name} is {tensor.dtype} {list(tensor.shape)}, but the job file needs "
+                    f"{spec.dtype} {list(spec.shape)}; change num_embeddings, embedding_dim, dtype or optimizer.sparse"
+                )
         for name in self._tensors:
             if name.startswith(TABLE_PREFIXES) and name not in expected:
                 raise ConfigError(
@@ -209,19 +218,6 @@ class ExportedFile:
         for group in groups:
             for table in group.tables:
                 self._check_range(part_name(table, "weight"), table.dtype)
-
-    def _check_tensor(self, name: str, spec: TensorSpec) -> None:
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            if name.startswith("embedding_bags."):
-                raise ConfigError(
-                    f"{self.path}: {name} is missing; remove its table from the job file, or name a file that has it"
-                )
-        elif tensor.shape != spec.shape or not may_become(tensor.dtype, spec.dtype, name):
-            raise ConfigError(
-                f"{self.path}: {name} is {tensor.dtype} {list(tensor.shape)}, but the job file needs "
-                f"{spec.dtype} {list(spec.shape)}; change num_embeddings, embedding_dim, dtype or optimizer.sparse"
-            )
 
     def _check_range(self, name: str, dtype: RowType) -> None:
         """Raises ConfigError if rounding would turn a weight into an infinity."""

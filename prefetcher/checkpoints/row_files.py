@@ -93,7 +93,10 @@ class RowFiles:
         if self._group is not group:
             self._group, self._numbers = group, count()
         if len(keys):
-            self._check_order(keys)
+            written = self.files[-1].last_key if self.files and self.files[-1].group == group.name else None
+            before = self._gathered[-1][0][-1] if self._gathered else written
+            assert before is None or before < keys[0], f"key {keys[0]} comes after {before}"
+            assert (keys[1:] > keys[:-1]).all(), "keys of a block must be ascending"
             self._gathered.append((keys, records))
             self._gathered_bytes += keys.nbytes + records.nbytes
 
@@ -123,15 +126,6 @@ class RowFiles:
             )
         )
         yield True
-
-    def _check_order(self, keys: Keys) -> None:
-        before = self._gathered[-1][0][-1] if self._gathered else self._last_written()
-        assert before is None or before < keys[0], f"key {keys[0]} comes after {before}"
-        assert (keys[1:] > keys[:-1]).all(), "keys of a block must be ascending"
-
-    def _last_written(self) -> int | None:
-        assert self._group is not None, "rows must belong to a group"
-        return self.files[-1].last_key if self.files and self.files[-1].group == self._group.name else None
 
 
 def new_path(folder: Path, name: str, numbers: Iterator[int]) -> Path:

@@ -316,17 +316,16 @@ class PrefetcherBarrier:
         if barrier.fault is not None:
             raise barrier.fault
         crash_point("EndOfData not sent")
-        self._send(self._end_of_data(barrier.plan))
+        self._send(
+            EndOfData(
+                last_plan=barrier.plan.after_plan,
+                finished=barrier.plan.finished,
+                host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                waits=tuple(Wait(reason=reason, seconds=s) for reason, s in self._counters.stalls.items()),
+                row_copies=self._fetcher.all_stores.row_copies(self._writeback.all_stores),
+                **self._last_figures(),
+            )
+        )
         self._plans.popleft()
         self.finished = barrier.plan.finished
         return self._follow(PrefetcherEvent.DURABLE)
-
-    def _end_of_data(self, barrier: BarrierPlan) -> EndOfData:
-        return EndOfData(
-            last_plan=barrier.after_plan,
-            finished=barrier.finished,
-            host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            waits=tuple(Wait(reason=reason, seconds=s) for reason, s in self._counters.stalls.items()),
-            row_copies=self._fetcher.all_stores.row_copies(self._writeback.all_stores),
-            **self._last_figures(),
-        )

@@ -148,7 +148,10 @@ class Grouper:
             group_tables(first, end, lookups.ids, starts, self._tables, self._num_rows, order, keys, ends, num_rows)
 
         self._pool.share(work, 0, len(starts) - 1, starts=starts)
-        self._check_ids(lookups, num_rows)
+        for t in np.flatnonzero(num_rows == OUTSIDE).tolist():
+            ids = lookups.ids[lookups.table_starts[t] : lookups.table_starts[t + 1]]
+            what = f"ids {ids.min()} to {ids.max()} of table {self._tables[t]} with {self._num_rows[t]} rows"
+            raise AssertionError(f"{what} passed the reader")
         num_groups, num_unique = len(groupers), int(num_rows.sum())
         closed, segments = np.empty(num_unique, np.int64), np.empty(num_unique + num_groups, np.int32)
         table_starts, row_starts = np.empty((2, len(starts) - 1 + num_groups), np.int64)
@@ -207,12 +210,6 @@ class Grouper:
         if len(self._unpooled) == num_features:
             return None, sequence_offsets
         return offsets_with_unpooled(feature_offsets, self._unpooled), sequence_offsets
-
-    def _check_ids(self, lookups: GroupLookups, num_rows: I64) -> None:
-        for t in np.flatnonzero(num_rows == OUTSIDE).tolist():
-            ids = lookups.ids[lookups.table_starts[t] : lookups.table_starts[t + 1]]
-            what = f"ids {ids.min()} to {ids.max()} of table {self._tables[t]} with {self._num_rows[t]} rows"
-            raise AssertionError(f"{what} passed the reader")
 
 
 class JointGrouper:
@@ -357,7 +354,9 @@ def group_tables(
                 )
             else:
                 num_distinct = sort_wide(some, by_row, rows, row_ends)
-        finish_table(rows[:num_distinct], row_ends[:num_distinct], tables[t], a)
+        for u in range(num_distinct):  # rows become keys, and ends within the table's look-ups those within the group's
+            rows[u] |= tables[t] << KEY_SHIFT
+            row_ends[u] += a
         num_rows[t] = num_distinct
 
 
@@ -385,14 +384,6 @@ def close_up(
                     closed[num_distinct], segments[num_distinct + g + 1] = keys[u], ends[u] - origin
                     num_distinct += 1
         row_bounds[g + 1] = num_distinct
-
-
-@compiled_part
-def finish_table(rows: I64, ends: I32, table: int, start: int) -> None:
-    """Turns rows into keys, and ends within the table's look-ups into ends within the group's."""
-    for u in range(len(rows)):
-        rows[u] |= table << KEY_SHIFT
-        ends[u] += start
 
 
 @compiled_part
@@ -533,23 +524,18 @@ def sort_wide(ids: I64, order: Order, rows: I64, ends: I32) -> int:
     copy(ids, rows)
     sort_pairs(rows, which)
     copy(which, order)
-    return count_runs(rows, ends)
-
-
-@compiled_part
-def copy(source: Order | I64, target: Order | I64) -> None:
-    for i in range(len(source)):  # numba takes longer to compile an assignment of slices than to sort
-        target[i] = source[i]
-
-
-@compiled_part
-def count_runs(rows: I64, ends: I32) -> int:
     num_distinct = 0
     for i in range(len(rows)):
         num_distinct += i == 0 or rows[i] != rows[num_distinct - 1]
         rows[num_distinct - 1] = rows[i]
         ends[num_distinct - 1] = i + 1
     return num_distinct
+
+
+@compiled_part
+def copy(source: Order | I64, target: Order | I64) -> None:
+    for i in range(len(source)):  # numba takes longer to compile an assignment of slices than to sort
+        target[i] = source[i]
 
 
 @compiled

@@ -200,14 +200,6 @@ class Level:
         return tuple(moves)
 
 
-def check_capacity(levels: Sequence[Level], bundle: Bundle) -> None:
-    """Raises ConfigError if the bundle, then of a single batch, does not fit the device. If it does, it fits every
-    level."""
-    for index, keys in enumerate(bundle.keys):
-        if len(keys) > levels[0].groups[index].num_slots:
-            raise ConfigError(refusal(levels, index, bundle.first.step, len(keys)))
-
-
 def refusal(levels: Sequence[Level], index: int, step: int, num_rows: int) -> str:
     # one group's slots follow its capacity; several groups share one, which is raised in proportion
     refused, *below = (level.groups[index] for level in levels)
@@ -476,7 +468,9 @@ class RowPlanner:
     def move(self) -> PlanMoves:
         """Plans like `plan`, but makes no array with an element per look-up."""
         bundle, known = self.known.next, self.known
-        check_capacity(self.levels, bundle)
+        for index, keys in enumerate(bundle.keys):  # what fits the device fits every level
+            if len(keys) > self.levels[0].groups[index].num_slots:  # then it is a single batch
+                raise ConfigError(refusal(self.levels, index, bundle.first.step, len(keys)))
         moves = tuple(level.move(bundle, known.last_plan) for level in self.levels)
         after_plan = self._write_backs.after_plan(bundle.plan, moves[0])
         if self._auto is not None:

@@ -221,7 +221,16 @@ def roles_of(job: Job, path: Path, names: Sequence[str], numeric: Callable[[], C
     require_columns(job, roles, path, names)
     if columns.dense is None and not dense and isinstance(job.model, BottomAndTop) and job.model.bottom_mlp:
         used, numbers = roles.names(), numeric()
-        raise no_dense_column(path, [name for name in names if name in numbers and name not in used])
+        candidates = [name for name in names if name in numbers and name not in used]
+        change = (
+            f"name the dense ones of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
+            if candidates
+            else "the file has no other column with numbers"
+        )
+        raise ConfigError(
+            f"{path}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; "
+            f"{change}; data.columns.dense = [] says that there are none"
+        )
     return roles
 
 
@@ -253,18 +262,6 @@ def require_single(path: Path, names: Sequence[str], used: Sequence[str]) -> Non
     for name in used:
         if names.count(name) > 1:
             raise DataError(f"{path}: {names.count(name)} columns are named {name}; rename all but one of them")
-
-
-def no_dense_column(path: Path, candidates: list[str]) -> ConfigError:
-    columns = (
-        f"name the dense ones of the other columns with numbers: data.columns.dense = {quoted(candidates)}"
-        if candidates
-        else "the file has no other column with numbers"
-    )
-    return ConfigError(
-        f"{path}: the model has a bottom MLP for dense features, and no column is named int_0, int_1, ...; {columns}; "
-        "data.columns.dense = [] says that there are none"
-    )
 
 
 def quoted(names: Sequence[str]) -> str:

@@ -351,16 +351,13 @@ class DrawingReader:
             feature.draw(stream, len(part.labels), part.inputs.get(f"{feature.per}.id", NOTHING))
             for feature in self._features
         ]
-        dense = self._with_arrays(part, drawn)
-        if not isinstance(part, Batch):
-            return dense
-        return Batch.of(self._with_ids(part, self._columns(part), drawn), dense)
-
-    def _with_arrays(self, dense: Samples, drawn: list[Drawn]) -> Samples:
         names = [feature.feature for feature in self._features]
         ids = {f"{name}.id": draw.ids for name, draw in zip(names, drawn, strict=True)}
         log_q = {f"{name}.log_q": draw.log_q for name, draw in zip(names, drawn, strict=True)}
-        return Samples(dense=dense.dense, labels=dense.labels, inputs={**dense.inputs, **ids, **log_q})
+        dense = Samples(dense=part.dense, labels=part.labels, inputs={**part.inputs, **ids, **log_q})
+        if not isinstance(part, Batch):
+            return dense
+        return Batch.of(self._with_ids(part, self._columns(part), drawn), dense)
 
     def _columns(self, ids: Lookups) -> dict[str, Column]:
         """Returns the features of the files."""

@@ -169,12 +169,9 @@ class AllStores:
         if not absent.any():
             return [FINISHED] * len(rows)
         return [
-            self._filled(*group_rows, numbers[first:end])
-            for group_rows, first, end in zip(rows, starts[:-1], starts[1:], strict=True)
+            FilledRead(Finished(np.flatnonzero(numbers[first:end] == ABSENT)), self._stores[group], keys, records)
+            for (group, keys, records), first, end in zip(rows, starts[:-1], starts[1:], strict=True)
         ]
-
-    def _filled(self, group: int, keys: Keys, records: Records, numbers: I64) -> Ticket:
-        return FilledRead(Finished(np.flatnonzero(numbers == ABSENT)), self._stores[group], keys, records)
 
     def write(self, rows: Sequence[Rows]) -> list[Ticket]:
         """Does `TrackedStore.write` for each."""

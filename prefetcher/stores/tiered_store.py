@@ -173,7 +173,10 @@ class TieredStore(RowStore):
         missing = np.flatnonzero(found > ABSENT_ROW)
         if not len(missing):
             return Finished(absent)
-        self._count_late(keys[found == COLD], int(np.count_nonzero(found == WAITING)))
+        cold_keys, plans = keys[found == COLD], list(self._plans)  # a copy: other threads append and pop
+        num_named = sum(int(np.isin(cold_keys, plan.load_keys).sum()) for plan in plans)
+        with self._lock:
+            self._late += int(np.count_nonzero(found == WAITING)) + num_named
         return TieredRead(self, keys, numbers, out, self.read_left(keys, numbers, out, missing), absent)
 
     def read_left(self, keys: Keys, numbers: I64, out: Records, left: I64) -> I64:
@@ -202,12 +205,6 @@ class TieredStore(RowStore):
             slots_to_read(numbers, self._whereabouts, self._states, found, places, slots)
             self._memory_reads += len(slots) - self.rows.read(slots, out, self.numbers.pool)
         return found, places
-
-    def _count_late(self, cold_keys: Keys, num_waiting: int) -> None:
-        plans = list(self._plans)  # a copy: other threads append and pop
-        num_named = sum(int(np.isin(cold_keys, plan.load_keys).sum()) for plan in plans)
-        with self._lock:
-            self._late += num_waiting + num_named
 
     # the write-back's thread
 

@@ -153,19 +153,16 @@ class Timeline:
     def _run(self) -> None:
         flush_s = 0.0
         while not self._closed.wait(WATCH_S):
-            self._read_levels()
+            for (name, unit), read in self._levels.items():
+                value = read()
+                if self._last_levels.get((name, unit)) != value:
+                    self._last_levels[name, unit] = value
+                    now = microseconds(time.perf_counter())
+                    self._put(TraceEvent(ph="C", name=name, pid=self._pid, ts=now, args={unit: value}))
             if time.monotonic() >= flush_s:
                 self._flush()
                 flush_s = time.monotonic() + FLUSH_S
         self._flush()
-
-    def _read_levels(self) -> None:
-        for (name, unit), read in self._levels.items():
-            value = read()
-            if self._last_levels.get((name, unit)) != value:
-                self._last_levels[name, unit] = value
-                now = microseconds(time.perf_counter())
-                self._put(TraceEvent(ph="C", name=name, pid=self._pid, ts=now, args={unit: value}))
 
     def _flush(self) -> None:
         if self._file is None:

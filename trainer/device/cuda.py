@@ -278,7 +278,10 @@ def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool
     for buffer in buffers:
         code = int(runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
         if code != 0:
-            clear_sticky_error(device)
+            # a kernel that does no harm takes the error, which the next launch would raise
+            with suppress(RuntimeError):
+                # an addition is always a kernel; zeros may be a memset, which clears nothing
+                torch.ones(1, device=device).add_(1)
             get_logger().warning(
                 "rings are not pinned", bytes=buffer.nbytes, cuda_error=code, change="raise `ulimit -l`"
             )
@@ -290,10 +293,3 @@ def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool
         torch.cuda.synchronize(device)
         for buffer in registered:
             runtime.cudaHostUnregister(buffer.ctypes.data)
-
-
-def clear_sticky_error(device: torch.device) -> None:
-    """Clears the error of a refused registration by a kernel that does no harm; else the next launch would raise it."""
-    with suppress(RuntimeError):
-        # an addition is always a kernel; zeros may be a memset, which clears nothing
-        torch.ones(1, device=device).add_(1)

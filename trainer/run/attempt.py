@@ -370,7 +370,10 @@ class TrainerRun:
     def _run(self, stack: ExitStack) -> None:
         trains, of_run = self.errand.mode == "train", RunDirectory(self.job.run_dir, "trainer")
         if trains and self._launch.rank == 0:
-            self._bring_back_results()
+            newest = newest_checkpoint(self.job.run_dir)
+            with suppress(DataError):  # a fresh run set results aside, and was killed before its first checkpoint
+                if newest is not None:
+                    EarlierResults(self.job.run_dir).bring_back_of(read_manifest(newest).run_id)
         if trains and self._launch.restarts and self._has_ended(of_run):
             get_logger().info("the run had ended before this trainer was started again")
             return
@@ -381,7 +384,14 @@ class TrainerRun:
         build = build_info("trainer", self.job.job.name)
         # before the slow choice of kernels, so that a port in use is reported at once
         serve_metrics(stack, TrainerCollector(self.counters, self._gauges, build, self.health), self.job.metrics)
-        self._prepare()
+        trainers = self._launch.local_world_size
+        self.cores = max(1, usable_cores() // trainers)  # for each trainer of this host
+        threads = self.job.first_threads(self.cores)
+        warn_of_overridden(threads, trainers, os.environ)
+        set_threads(threads)
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        self.kernels, self.machine = prepared(self.job, self.device, self.cores)
         if self.signals.stop_reason is None:
             self._attempts.run(lambda _, transport, crew: TrainerAttempt(self, transport, crew))
 
@@ -391,23 +401,6 @@ class TrainerRun:
         first, torchrun = pair_folder(self.job.run_dir, 0, self._launch.world_size), seen(os.getppid())
         has_ended = torchrun is not None and of_run.was_completed_since(torchrun.began_s)
         return has_ended and holder(first, "prefetcher") is None
-
-    def _prepare(self) -> None:
-        trainers = self._launch.local_world_size
-        self.cores = max(1, usable_cores() // trainers)  # for each trainer of this host
-        threads = self.job.first_threads(self.cores)
-        warn_of_overridden(threads, trainers, os.environ)
-        set_threads(threads)
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        self.kernels, self.machine = prepared(self.job, self.device, self.cores)
-
-    def _bring_back_results(self) -> None:
-        """Restores the results that a fresh run set aside, if it was killed before its first checkpoint."""
-        newest = newest_checkpoint(self.job.run_dir)
-        with suppress(DataError):
-            if newest is not None:
-                EarlierResults(self.job.run_dir).bring_back_of(read_manifest(newest).run_id)
 
     def _gauges(self) -> TrainerGauges:
         if self._attempts.current is not None:

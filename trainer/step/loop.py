@@ -205,19 +205,16 @@ class TrainingLoop:
             return False
         crash_point("step not begun")
         if self._training.ended_by:
-            self._skip(step)
+            # steps after the end of training are passed over; the prefetcher hears of it before their first PlanDone
+            if not self.ended_by:
+                self.ended_by = self._training.ended_by
+                self._send(StopRequest(reason=self.ended_by, next_step=step.step, finished=True))
+            self.pass_over(step)
             return True
         self.begin(step)  # the compute stream waits until the rows are in their slots
         loss = self._compute(step)
         self.finish(step, loss)
         return True
-
-    def _skip(self, step: Step) -> None:
-        """Passes over a step after the end of training; tells the prefetcher of the first one, before its PlanDone."""
-        if not self.ended_by:
-            self.ended_by = self._training.ended_by
-            self._send(StopRequest(reason=self.ended_by, next_step=step.step, finished=True))
-        self.pass_over(step)
 
     def _compute(self, step: Step) -> Tensor | None:
         """Issues look-up to update; returns the tensor that the loss will be written to."""
@@ -257,16 +254,13 @@ class TrainingLoop:
         while self._issued and self._streams.done(self._issued[0].computed, "results"):
             done, reported = self._issued.popleft(), True
             if isinstance(done, Closing):
-                self._report_evaluation(done)
+                job = self._training.job
+                result = done.counts[0].result(done.train_steps, job.data.columns.labels, job.eval.ranks)
+                if result is not None:
+                    self._training.evaluated(result)
             else:
                 self._report_step(done)
         return reported
-
-    def _report_evaluation(self, closing: Closing) -> None:
-        job = self._training.job
-        result = closing.counts[0].result(closing.train_steps, job.data.columns.labels, job.eval.ranks)
-        if result is not None:
-            self._training.evaluated(result)
 
     def _report_step(self, step: Step) -> None:
         loss = None

@@ -339,10 +339,6 @@ def data_set_errors(where: str) -> Iterator[None]:
         ) from error
 
 
-def is_iterator(source: Any) -> bool:
-    return isinstance(source, Iterator) and not hasattr(source, "batches") and not callable(source)
-
-
 def batches_of(job: Job, source: Any) -> Batches:
     """Wraps whatever the factory returned in one function. Raises ConfigError for an unknown kind."""
     if hasattr(source, "batches"):
@@ -354,7 +350,7 @@ def batches_of(job: Job, source: Any) -> Batches:
             f"data.format = {job.data.format!r}: the factory returned {type(source).__name__}; "
             "return an object with batches, a function or an iterable"
         )
-    if is_iterator(source) and job.data.epochs > 1:
+    if isinstance(source, Iterator) and job.data.epochs > 1:
         raise ConfigError(
             f"data.format = {job.data.format!r}: the factory returned an iterator, which can be read once, "
             f"but data.epochs = {job.data.epochs}; return a function of (split, epoch)"

@@ -50,8 +50,11 @@ class Zipf:
         head = min(num_ids, HEAD_RANKS)
         self._tail_start = head + 0.5
         masses = np.arange(1, head + 1, dtype=np.float64) ** -exponent
-        tail = self._integral(num_ids + 0.5) if num_ids > head else 0.0
-        self._total = float(masses.sum()) + tail
+        power, end = 1.0 - exponent, num_ids + 0.5
+        tail = 0.0
+        if num_ids > head:  # the integral of the power from the head's end to that of the ids
+            tail = np.log(end / self._tail_start) if power == 0 else (end**power - self._tail_start**power) / power
+        self._total = float(masses.sum()) + float(tail)
         self._cumulative = np.cumsum(masses)
         self.head_probabilities: F64 = masses / self._total
         self.concentration = float((self.head_probabilities**2).sum())  # how likely two samples have one id of the head
@@ -63,12 +66,6 @@ class Zipf:
         if self._num_ids > len(self._cumulative):
             ranks[beyond] = self._tail_ranks(mass[beyond] - self._cumulative[-1])
         return np.minimum(ranks, self._num_ids - 1)
-
-    def _integral(self, end: float) -> float:
-        power = 1.0 - self._exponent
-        if power == 0:
-            return float(np.log(end / self._tail_start))
-        return float((end**power - self._tail_start**power) / power)
 
     def _tail_ranks(self, mass: F64) -> Ids:
         power = 1.0 - self._exponent

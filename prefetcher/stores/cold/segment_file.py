@@ -212,7 +212,12 @@ class SegmentFile:
             if not self._tidy(urgent=True) and not self._wait_for_holds():
                 # another thread may have made room, or be about to free rows
                 chances = chances - 1 if self._wait_for_owner() else min(chances - 1, 1)
-        raise self._no_room(len(keys))
+        segments, nbytes = self._segments, self._group.record_bytes
+        raise RowcastError(
+            f"group {self._group.name} has {segments.num_live + len(keys)} cold rows of {nbytes} bytes, but store.disk "
+            f"leaves it {self._disk_bytes} bytes, which hold {(segments.count - SPARE - 1) * segments.num_rows} of "
+            "them; raise store.disk or store.memory"
+        )
 
     def _wait_for_owner(self) -> bool:
         """Gives the tiered store time to settle new places and free rows. False if it has nothing left to settle."""
@@ -359,14 +364,6 @@ class SegmentFile:
     @property
     def _name(self) -> str:
         return f"the file of cold rows of group {self._group.name} in {self._folder}"
-
-    def _no_room(self, num_rows: int) -> RowcastError:
-        segments, nbytes = self._segments, self._group.record_bytes
-        return RowcastError(
-            f"group {self._group.name} has {segments.num_live + num_rows} cold rows of {nbytes} bytes, but store.disk "
-            f"leaves it {self._disk_bytes} bytes, which hold {(segments.count - SPARE - 1) * segments.num_rows} of "
-            "them; raise store.disk or store.memory"
-        )
 
     def _unwritten(self, error: OSError, page: int, nbytes: int) -> RowcastError:
         if error.errno in NO_SPACE:

@@ -211,13 +211,6 @@ class Segments:
         """Seals a full segment; its last rows are still live."""
         self._sealed[segment] = True
 
-    def _empty(self, segment: int) -> None:
-        self._sealed[segment] = False
-        self.num_garbage -= self.num_rows
-        self._emptied.append((self._newest_hold, segment))
-        if self._piece is not None and self._piece.segment == segment:
-            self._piece = None
-
     # rows
 
     def add(self, segment: int, num_rows: int) -> None:
@@ -232,7 +225,11 @@ class Segments:
         self.num_live -= len(places)
         self.num_garbage += len(places)
         for segment in changed[(self._live[changed] == 0) & self._sealed[changed]].tolist():
-            self._empty(segment)
+            self._sealed[segment] = False
+            self.num_garbage -= self.num_rows
+            self._emptied.append((self._newest_hold, segment))
+            if self._piece is not None and self._piece.segment == segment:
+                self._piece = None
 
     # holds
 
