@@ -147,7 +147,7 @@ class Conversation:
                 # made anew, because the traceback of one that is kept would hold the caller's objects
                 raise peer_failure(self._failure.code, self._failure.sentence)
             frame = self.session.encode(message)
-            ref = payload_ref(message)
+            ref: RingRef | None = getattr(message, "payload", None)
             if self._outgoing is None or ref is None:
                 self._link.send(frame)
             else:
@@ -180,7 +180,7 @@ class Conversation:
 
     def _deposit(self, message: AnyMessage, payload: Payload) -> None:
         """Raises RemoteProtocolError before it copies anything if the number of bytes is not the announced one."""
-        ref = payload_ref(message)
+        ref: RingRef | None = getattr(message, "payload", None)
         travels = self._incoming is not None and ref is not None
         expected = ref.nbytes if ref is not None and travels else 0
         arrived = sum(len(part) for part in payload)
@@ -190,11 +190,6 @@ class Conversation:
             )
         if self._incoming is not None and ref is not None:
             self._incoming.deposit(ref, payload)
-
-
-def payload_ref(message: AnyMessage) -> RingRef | None:
-    """Returns the ring bytes that the message announces, or None."""
-    return getattr(message, "payload", None)
 
 
 HEARTBEAT_EVERY_S = 1.0

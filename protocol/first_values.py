@@ -73,10 +73,6 @@ def initial_rows(seed: int, table: TableSpec, rows: I64) -> F32:
     return out
 
 
-def rule_initializer(rule: RowRule) -> Initializer:
-    return table_initializer(rule.seed, spec_of(rule))
-
-
 def rows_by(rule: RowRule, numbers: I64) -> F32:
     """Returns the first values of these rows, f32 [n, width]."""
     values = initial_rows(rule.seed, spec_of(rule), numbers)

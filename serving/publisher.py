@@ -179,7 +179,7 @@ class Publisher:
         if current is not None and current.checkpoint == manifest.checksum and not self._damage:
             self.behind_since, self.served_since = 0.0, self._made(manifest)
             return None
-        self._note_behind(manifest)
+        self.behind_since = self.behind_since or self._made(manifest)
         number = 1 + max(self._numbers(NUMBERED), default=0)
         if number > MOST_NUMBER:
             raise ConfigError(f"--to {self._to} holds version {MOST_NUMBER}, the last number; name another folder")
@@ -197,11 +197,8 @@ class Publisher:
         self.behind_since, self.served_since = 0.0, self._made(manifest)
         newest = self._newest()
         if newest is not None and newest.checksum != manifest.checksum:
-            self._note_behind(newest)
+            self.behind_since = self.behind_since or self._made(newest)
         return version
-
-    def _note_behind(self, manifest: Manifest) -> None:
-        self.behind_since = self.behind_since or self._made(manifest)
 
     def _made(self, manifest: Manifest) -> float:
         with suppress(OSError):

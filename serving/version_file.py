@@ -27,7 +27,7 @@ from rowcast.job.formats import Columns, Prepare
 from rowcast.job.schema import JobSection
 from rowcast.job.tables import TableSpec, specs_of
 from rowcast.prefetcher.readers.arrow_rows import Rules
-from rowcast.protocol.first_values import Initializer, rule_initializer, table_initializer
+from rowcast.protocol.first_values import Initializer, spec_of, table_initializer
 from rowcast.runtime.checkpoint_manifest import Position, check_position
 from rowcast.runtime.disk import CHECKSUM, Sealed, open_regular, read_sealed
 from rowcast.runtime.errors import DataError
@@ -254,7 +254,7 @@ class ServedJob:
 
     def first(self, table: TableSpec) -> Initializer:
         rule = self.rules.get(table.name)
-        return table_initializer(self.seed, table) if rule is None else rule_initializer(rule)
+        return table_initializer(*((self.seed, table) if rule is None else (rule.seed, spec_of(rule))))
 
 
 class ServedTable(ParameterTable, frozen=True, kw_only=True, forbid_unknown_fields=False):

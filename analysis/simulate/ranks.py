@@ -70,7 +70,10 @@ def step_exchange(
     groups: Sequence[GroupSpec], scheduled: ScheduledBatch, shares: Sequence[GroupShares]
 ) -> StepExchange:
     trains = scheduled.kind == "train"
-    by_group = [travelled(share.exchanged) for share in shares]
+    between = [share.exchanged - np.diag(np.diag(share.exchanged)) for share in shares]
+    by_group = [
+        np.stack([others.sum(axis=0), others.sum(axis=1)]) for others in between
+    ]  # [2, N] rows sent and received
     row_bytes = [group.embedding_dim * ITEM_BYTES[group.parts[0].dtype] for group in groups]
     gradient_bytes = [group.gradient_bytes * trains for group in groups]
     vector_bytes = total(vectors(group, len(shares[0].owned), scheduled.batch.size) for group in groups)
@@ -101,12 +104,6 @@ def vectors(group: GroupSpec, count: int, batch_size: int) -> I64:
 def total(arrays: Iterable[I64]) -> I64:
     summed: I64 = np.sum(list(arrays), axis=0)
     return summed
-
-
-def travelled(exchanged: I64) -> I64:
-    """`GroupShares.exchanged` -> [2, N] rows sent and received."""
-    others = exchanged - np.diag(np.diag(exchanged))
-    return np.stack([others.sum(axis=0), others.sum(axis=1)])
 
 
 class Ways(msgspec.Struct, frozen=True, kw_only=True):

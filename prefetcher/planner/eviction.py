@@ -137,11 +137,6 @@ def new_victims(bounds: I64, most: int) -> Victims:
     return Victims(bounds, np.zeros(num_parts, np.int64), np.empty((num_parts, most), np.int64))
 
 
-def new_left(count: int) -> Left:
-    keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)
-    return Left(keys, slots, np.empty(count, np.int32), np.empty(count, np.int32))
-
-
 @compiled_loop
 def candidates(rows: Residents, positions: I64, scores_found: I64) -> int:
     """Fills the arrays with the idle rows; returns how many."""

@@ -34,10 +34,10 @@ from rowcast.prefetcher.planner.directory import (
 from rowcast.prefetcher.planner.eviction import (
     EvictionPolicy,
     FarthestNextUse,
+    Left,
     Residents,
     in_order,
     leave,
-    new_left,
     new_victims,
     oldest_idle,
     take_queued,
@@ -347,7 +347,8 @@ class GroupPlanner:
         def leave_part(part: GroupPart) -> LeftInOrder:
             k, rows = part.number, residents[part.number]
             count = take_queued(rows, choice.queued[k], victims.positions[k], victims.counts[k])
-            positions, left = victims.positions[k, :count], new_left(count)
+            positions = victims.positions[k, :count]
+            left = Left(np.empty(count, np.int64), *(np.empty(count, np.int32) for _ in range(3)))
             num_idle = leave(rows, positions, left)
             forget_before(self.state["head"], *part.directory, left.keys, positions)
             keys, slots = np.empty(count, np.int64), np.empty(count, np.int32)

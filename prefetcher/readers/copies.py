@@ -31,7 +31,7 @@ import xxhash
 from rowcast.job.schema import Job, digest
 from rowcast.job.units import parse_bytes
 from rowcast.prefetcher.readers.columns import FileRows, Ids
-from rowcast.prefetcher.readers.data_files import FileState, cumulative, file_state, no_rows, path_text
+from rowcast.prefetcher.readers.data_files import FileState, cumulative, file_state, no_rows
 from rowcast.prefetcher.readers.id_check import Location, decoding, line_location
 from rowcast.prefetcher.readers.mapped_files import MappedFile
 from rowcast.prefetcher.readers.text_files import CHUNK_BYTES, HashingReader, open_hashed, pieces, text_of
@@ -212,7 +212,8 @@ class Copy:
     def __init__(self, source: Path, folder: Path, rules: TextRules, limit: int) -> None:
         """`limit`: bytes."""
         self.source, self._rules, self._limit = source, rules, limit
-        self._key = digest([path_text(source), rules.known])
+        path = os.fsencode(os.path.abspath(source)).decode("utf-8", "replace")  # JSON can hold it
+        self._key = digest([path, rules.known])
         name = f"{re.sub(r'[^A-Za-z0-9_.-]', '_', source.name)[:80]}-{xxhash.xxh3_64_hexdigest(self._key.encode())}"
         self._path, self._record, self._lock = (folder / f"{name}.{end}" for end in ("arrow", "json", "lock"))
         self._made: Made | None = None

@@ -205,11 +205,6 @@ def file_state(path: Path) -> FileState:
     return FileState(now.st_size, now.st_mtime_ns, now.st_ino, now.st_ctime_ns)
 
 
-def path_text(path: Path) -> str:
-    """Returns the absolute path in characters that JSON can hold."""
-    return os.fsencode(os.path.abspath(path)).decode("utf-8", "replace")
-
-
 def is_gzip(path: Path) -> bool:
     """Decides by the first bytes, whatever the name. Raises OSError."""
     with path.open("rb") as file:

@@ -37,7 +37,7 @@ from rowcast.prefetcher.readers.id_check import check_id_types
 from rowcast.prefetcher.readers.workers import WorkerSource
 from rowcast.prefetcher.run.all_ranks import AllRanks, check_options
 from rowcast.prefetcher.run.connection import Rings, TrainerConnection
-from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of, train_steps_of
+from rowcast.prefetcher.run.scrape import PrefetcherCollector, PrefetcherGauges, SlotStates, gauges_of
 from rowcast.prefetcher.run.sizing import (
     Decisions,
     check_continues,
@@ -472,9 +472,10 @@ class PrefetcherRun:
 
     def _gauges(self) -> PrefetcherGauges:
         size_bytes, free_bytes = shared_memory()
+        interval = self.job.checkpoint.interval
         idle = PrefetcherGauges(
             depth_plans=self.job.lookahead.depth,
-            checkpoint_every_steps=train_steps_of(self.job.checkpoint.interval),
+            checkpoint_every_steps=interval if isinstance(interval, int) else 0,  # 0: by another rule
             checkpoint_every_seconds=self.job.checkpoint.every_seconds or 0.0,
             slots=[SlotStates(0, 0, 0)] * len(self.groups),
             stores=self.tables.counts,

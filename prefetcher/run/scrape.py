@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rowcast.job.schema import CheckpointInterval
 from rowcast.prefetcher.pipeline.engine import PrefetcherEngine
 from rowcast.prefetcher.pipeline.metrics import PrefetcherCounters, Queue
 from rowcast.prefetcher.stores.store import StoreCounts
@@ -33,11 +32,6 @@ class PrefetcherGauges(Gauges[Queue]):
     data_waiting_files: int | None = None  # with data.follow
     data_delay_seconds: float | None = None
     stores: Sequence[StoreCounts | None] = ()  # one per group; None: its store has no tiers
-
-
-def train_steps_of(interval: CheckpointInterval) -> int:
-    """Returns the train steps between checkpoints; 0 if a different rule applies."""
-    return interval if isinstance(interval, int) else 0
 
 
 def gauges_of(engine: PrefetcherEngine, idle: PrefetcherGauges, queued: int) -> PrefetcherGauges:

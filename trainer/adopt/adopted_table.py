@@ -38,7 +38,7 @@ class AdoptedTable:
         self.note: Callable[[Tensor], None] = lambda ids: None  # hears the ids of each look-up
         self.arrives: Callable[[], None] = lambda: None  # hears of a backward pass: of `gradient_sum.py`, on ranks
         self.is_summed = True  # the gradient is that of all ranks
-        self.step_rows = home.read(self._no_rows())
+        self.step_rows = home.read(NO_ROWS.to(home.device))
         self._shown_at = NO_ROWS, 0, NO_ROWS, NO_ROWS  # of a sparse gradient, see `_shown`
         self._no_grad = torch.zeros(1, self.dim, device=parameter.device)  # of rows that were not looked up
         self._num_changes = home.num_changes  # that the step's rows have
@@ -51,12 +51,9 @@ class AdoptedTable:
     def shape(self) -> torch.Size:
         return torch.Size((self.num_rows, self.dim))
 
-    def _no_rows(self) -> Tensor:
-        return NO_ROWS.to(self.home.device)
-
     def begin_step(self) -> None:
         """The step has no rows yet."""
-        self.ids = self._no_rows()  # i64 [U] ascending, the step's rows
+        self.ids = NO_ROWS.to(self.home.device)  # i64 [U] ascending, the step's rows
         self.step_rows = self.step_rows.each(lambda field: field.new_empty((0, *field.shape[1:])))
 
     def read_again(self) -> None:

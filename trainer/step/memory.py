@@ -171,7 +171,10 @@ class PlanMemory:
         sent, derived = headers[-1].arrays_bytes, sum(map(most_derived_bytes, headers))
         arranged = sum(2 * arranged_bytes(spec) for header in headers for _, spec in ordered(header))
         if len(self._block) < sent + derived + arranged:
-            self._block = self._allocate(plan, sent + derived + arranged)
+            nbytes = sent + derived + arranged
+            what = f"plan {plan} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
+            with memory_for(what, "make data.batch_size or cache.capacity smaller"):
+                self._block = self._streams.allocate(nbytes * 5 // 4)
         if len(self._derived) < derived:
             self._derived = self._host_memory(derived * 5 // 4)
             self._derived_items = self._derived.numpy().view(np.int32)
@@ -214,11 +217,6 @@ class PlanMemory:
         else:
             for group in groups:
                 arrange_in_torch(self._groups[group], *(arrays[name] for name in array_names(group, ARRANGED)))
-
-    def _allocate(self, plan: int, nbytes: int) -> Tensor:
-        what = f"plan {plan} brings {nbytes} bytes of look-ups, for which {self._streams.device} has no room"
-        with memory_for(what, "make data.batch_size or cache.capacity smaller"):
-            return self._streams.allocate(nbytes * 5 // 4)
 
     def _host_memory(self, nbytes: int) -> Tensor:
         is_cuda = self._streams.device.type == "cuda"
