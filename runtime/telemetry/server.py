@@ -84,6 +84,10 @@ class HttpServer:
         self._selector.close()
         self._listener.close()
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self._callers) == MOST_CALLERS
+
     def _serve(self) -> None:
         while not self._closing.is_set():
             ready: list[Caller | None] = [key.data for key, _ in self._selector.select(POLL_S)]
@@ -95,7 +99,7 @@ class HttpServer:
                 self._part_with(caller)
             if None in ready:  # the listener
                 self._accept()
-                if len(self._callers) == MOST_CALLERS:  # then it accepts callers in batches, which is cheaper
+                if self._is_full:  # then it accepts callers in batches, which is cheaper
                     time.sleep(LEAST_S)
 
     def _accept(self) -> None:
@@ -110,7 +114,7 @@ class HttpServer:
                 if error.errno in NO_DESCRIPTOR:  # otherwise the caller has left
                     time.sleep(LEAST_S)
                 return
-            if len(self._callers) == MOST_CALLERS:
+            if self._is_full:
                 self._part_with(next(iter(self._callers)))
             steps = converse(connection, partial(self._site.answer, address))
             caller = Caller(connection, time.monotonic(), steps)
