@@ -198,7 +198,8 @@ class Roles:
     def names(self, columns: Columns = "all") -> list[str]:
         dense = [*self.labels, *self.dense, *self.inputs, *self.of.values()]
         ids = [*(feature.name for feature in self.features), *self.weights]
-        return list(dict.fromkeys(map(self.column, {"all": dense + ids, "ids": ids, "dense": dense}[columns])))
+        some = dense or ids[:1]  # a table without columns has no rows, so scoring needs one of them
+        return list(dict.fromkeys(map(self.column, {"all": dense + ids, "ids": ids, "dense": some}[columns])))
 
     def column(self, name: str) -> str:
         """The column of a label, dense feature, feature or array."""

@@ -14,6 +14,7 @@ from rich.segment import Segment
 
 from rowcast.runtime.errors import printable
 
+MOST_DIGITS, UNDEFINED = 6, "undefined"  # of a metric
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 # ValueError: the file was closed, or cannot encode the text; AttributeError: it was closed before this process began
 UNWRITABLE = (OSError, ValueError, AttributeError)
@@ -107,6 +108,15 @@ def size_text(nbytes: int) -> str:
         if nbytes >= unit and nbytes % (unit // 2) == 0:
             return f"{nbytes / unit:g}{name}"
     return f"{nbytes}B"
+
+
+def metric_text(value: float | None, num_samples: int) -> str:
+    """Formats a metric with the digits that so many samples carry and one more: 0.887 of 452. 0: not known how many."""
+    if value is None or not math.isfinite(value):
+        return UNDEFINED if value is None else str(value)
+    digits = math.ceil(math.log10(20 * math.sqrt(num_samples))) if num_samples else MOST_DIGITS
+    shift = math.trunc(math.log10(abs(value))) if value else 0  # smaller ones have more decimals, larger ones fewer
+    return f"{value:,.{max(0, min(digits, MOST_DIGITS) - shift)}f}"
 
 
 def percent(share: float) -> str:

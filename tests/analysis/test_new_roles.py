@@ -25,6 +25,7 @@ from rowcast.deploy.frames import open_frame
 from rowcast.job.file import load_job
 from rowcast.job.formats import Prepare
 from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.parts import UNDIVIDED
 from rowcast.runtime.errors import ConfigError
 from tests.support.data_files import same_array, same_batch
 
@@ -304,6 +305,16 @@ def test_a_file_of_any_format_and_its_frame_have_the_same_samples(name: str, tmp
             assert same_array(batch.ids, own.ids)
         dense[form] = np.concatenate([batch.dense for batch in read])
         assert same_array(dense[form], dense["csv"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_alone_without_labels_are_as_many_samples_as_rows(form: str, tmp_path: Path) -> None:
+    path = write(pd.DataFrame({"user": [*"abcd"] * 5, "label": [0, 1] * 10}), tmp_path, form)
+    (tmp_path / "job.toml").write_text(new(path).stdout)
+    job = load_job(tmp_path / "job.toml", ("data.columns.label_values=none", "data.eval_fraction=0"))
+    [read] = open_reader(job, "dense").pending("train", 0)
+    samples = read(UNDIVIDED)
+    assert (samples.dense.shape, samples.labels.shape) == ((20, 0), (20,))
 
 
 LABELS: dict[str, tuple[dict[str, Any], str]] = {

@@ -12,7 +12,13 @@ from rich.console import Console
 
 from rowcast.protocol.messages import DataDelay, RowCopies, TierTotals
 from rowcast.runtime.errors import RowcastError
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, percent_number
+from rowcast.runtime.telemetry.format_numbers import (
+    human_bytes,
+    human_count,
+    human_seconds,
+    metric_text,
+    percent_number,
+)
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
 from rowcast.trainer.report.page import hints, print_summary, summary_rows
 from rowcast.trainer.report.report_json import ADDED, Report, make_report, read_report, report_of_all, write_report
@@ -250,3 +256,12 @@ def test_a_figure_that_nobody_wants_ends_in_one_sentence(found: dict[str, Any], 
     assert len(said) == len(begin)
     assert all(sentence.startswith(own) for sentence, own in zip(said, begin, strict=True))
     assert [value for name, value in summary_rows(report) if name == "hint"] == said
+
+
+@pytest.mark.parametrize(
+    ("value", "num_samples", "text"),
+    [(0.886925, 452, "0.887"), (0.0283123, 1500, "0.0283"), (1.0, 9, "1.00"), (12104.3, 1339, "12,104"),
+     (0.7123456, 10**7, "0.71235"), (0.5, 0, "0.500000"), (None, 9, "undefined"), (float("nan"), 9, "nan")],
+)  # fmt: skip
+def test_a_metric_has_the_digits_that_its_samples_carry(value: float | None, num_samples: int, text: str) -> None:
+    assert metric_text(value, num_samples) == text

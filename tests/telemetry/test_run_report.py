@@ -60,7 +60,7 @@ def record(
 ) -> RunRecord:
     _, counters = three_steps.run_of_three_steps() if losses else (None, new_counters(three_steps.groups()))
     results = [
-        Evaluation(train_step=10 * (i + 1), auc=0.6 + 0.05 * i, logloss=0.7 - 0.05 * i, accuracy=0.8)
+        Evaluation(train_step=10 * (i + 1), num_samples=452, auc=0.6 + 0.05 * i, logloss=0.7 - 0.05 * i, accuracy=0.8)
         for i in range(evaluations)
     ]
     rng = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def test_the_page_answers_first_what_a_person_asks_first() -> None:
     assert "a job rowcast run, finished after 50 steps (2 of this process) in 4.0 s ended 2026-02-03 04:05 UTC" in words
     for answer in (
         "samples a second 16 64 samples",
-        "AUC 0.7000 last evaluation",
+        "AUC 0.700 last evaluation",
         "hit ratio 60.0 %",
         "waited for rows 0.0 % of the time",
     ):
@@ -314,7 +314,7 @@ def test_evaluations_with_labels_of_one_kind_have_no_auc() -> None:
 
 
 def test_one_evaluation_is_a_figure_and_several_are_compared_with_a_constant_answer() -> None:
-    better = Evaluation(train_step=5, auc=0.7, logloss=0.45, accuracy=0.8, normalized_entropy=0.9)
+    better = Evaluation(train_step=5, num_samples=10_000, auc=0.7, logloss=0.45, accuracy=0.8, normalized_entropy=0.9)
     run = replace(record(), evaluations=[better])
     auc, loss = evaluation_charts(run)
     assert (auc.series, loss.series) == ({}, {})

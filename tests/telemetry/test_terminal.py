@@ -75,8 +75,8 @@ def test_an_evaluation_of_several_labels_names_each() -> None:
     with TerminalProgress(new_counters(three_steps.groups()), None, console=console, clock=Clock()) as progress:
         progress.evaluation(msgspec.structs.replace(RESULT, tasks=tasks))
     assert file.getvalue() == (
-        "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000; click: AUC 0.750000, log loss "
-        "0.250000, 2,000 known; buy: AUC undefined, log loss 0.500000, 3 known; stay: no known label; price: no log "
+        "eval after 2 train steps: AUC 0.712346, log loss 0.500000, accuracy 0.800000; click: AUC 0.750, "
+        "log loss 0.250, 2,000 known; buy: AUC undefined, log loss 0.50, 3 known; stay: no known label; price: no log "
         "loss\n"
     )
 

@@ -32,6 +32,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rowcast.job.schema import MAX_RANK
 from rowcast.runtime.errors import ConfigError
+from rowcast.runtime.telemetry.format_numbers import metric_text
 from rowcast.trainer.models.exchanges import sum_in_order
 
 NUM_BINS = 2**18  # 4 MiB of counts
@@ -59,6 +60,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one pass over the evaluation batches."""
 
     train_step: int  # train steps before it
+    num_samples: int = 0  # 0 in runs of earlier versions
     # None if all labels are equal, or if accuracy is None; of several labels the mean of their AUCs, None if any is
     auc: float | None
     # the loss that is trained on, its mean over the samples; None if a script recorded only ranks
@@ -86,7 +88,8 @@ def end_of_patience(evaluations: Sequence[Evaluation], patience: int) -> str:
     since = "no evaluation had a finite loss"
     if place >= 0:
         best = evaluations[place]
-        since = f"none had a lower loss than the one after {best.train_step} train steps, {best.logloss:.6f}"
+        loss = metric_text(best.logloss, best.num_samples)
+        since = f"none had a lower loss than the one after {best.train_step} train steps, {loss}"
     return f"eval.patience = {patience}: of the last {patience} evaluations {since}"
 
 
@@ -141,6 +144,7 @@ class EvalCounts:
             )
         return Evaluation(
             train_step=train_step,
+            num_samples=num_samples,
             auc=mean_auc if are_all else None,
             logloss=logloss,
             is_own_loss=is_own_loss,

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from itertools import cycle, pairwise
 from math import ceil, isfinite
 from operator import attrgetter
@@ -13,7 +14,7 @@ import numpy as np
 from rowcast.job.schema import Job
 from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.drawing import dress, new_figure, svg_text
-from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds
+from rowcast.runtime.telemetry.format_numbers import human_bytes, human_count, human_seconds, metric_text
 from rowcast.trainer.models.evaluate import Evaluation
 from rowcast.trainer.report.progress import HistoryMark
 from rowcast.trainer.report.report_json import Report
@@ -278,8 +279,9 @@ def evaluation_chart(
         return Chart(title=title, caption=why)
     if len(points) == 1:
         [(step, value)] = points
-        compared = "".join(f"; {level:.4f} is {name}" for name, level in levels.items())
-        return Chart(title=title, caption=f"{value:.4f} after {step:,.0f} train steps{compared}. {caption}")
+        text = partial(metric_text, num_samples=run.evaluations[-1].num_samples)
+        compared = "".join(f"; {text(level)} is {name}" for name, level in levels.items())
+        return Chart(title=title, caption=f"{text(value)} after {step:,.0f} train steps{compared}. {caption}")
     x, y = points[spread(len(points), MOST_POINTS)].T
 
     def mark(axes: Any) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -23,9 +24,11 @@ from rowcast.runtime.checkpoint_manifest import write_durably
 from rowcast.runtime.drawing import find_cache
 from rowcast.runtime.machine import processor, usable_cores
 from rowcast.runtime.telemetry.format_numbers import (
+    UNDEFINED,
     human_bytes,
     human_count,
     human_seconds,
+    metric_text,
     percent,
     plural,
     stdout_console,
@@ -93,10 +96,8 @@ def summary_rows(report: Report) -> list[tuple[str, str]]:
     if report.steps or not report.eval_steps:
         rows.append(("samples", f"{report.samples:,} ({human_count(report.samples_per_s)}/s)"))
         newest = min(RECENT, report.train_steps)
-        loss = "none" if report.loss is None else f"{report.loss:.6f}, mean of the run's last {newest} train steps"
-        rows.append(("loss", loss))
-    if report.logloss is not None or report.ranking:
-        rows.append(("evaluation", evaluation_text(report)))
+        rows.append(("loss", f"{loss_text(report)}, mean of the run's last {newest} train steps"))
+    rows += [("evaluation", evaluation_text(last)) for last in report.evaluations[-1:]]
     rows += [(f"label {task.label}", task_text(task)) for task in report.tasks]
     best = best_evaluation(report)
     if best is not None and best is not report.evaluations[-1]:
@@ -344,22 +345,23 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
     """Returns (name, value, explanation) of the figures that readers look for first."""
     report = run.report
     per_step = report.bytes_to_device / max(1, report.steps + report.eval_steps)
+    number = partial(metric_text, num_samples=sum(last.num_samples for last in report.evaluations[-1:]))
     figures = [
         ("tables", human_bytes(report.table_bytes), "with optimizer state"),
         ("on the device", human_bytes(report.device_bytes), "at most"),
         ("time", human_seconds(report.wall_s), f"{report.steps + report.eval_steps:,} steps"),
         ("samples a second", human_count(report.samples_per_s), f"{report.samples:,} samples"),
-        ("loss", number(report.loss), "of the last 100 steps"),
+        ("loss", loss_text(report), "of the last 100 steps"),
         ("AUC", number(report.auc), "last evaluation, mean of the labels" if report.tasks else "last evaluation"),
         ("loss of an evaluation" if report.is_own_loss else "log loss", number(report.logloss), "last evaluation"),
         ("normalized entropy", number(report.normalized_entropy), "last evaluation"),
         *((name.upper(), number(value), "last evaluation") for name, value in report.ranking.items()),
         *((name, number(value), "last evaluation") for name, value in report.means.items()),
         ("waited for rows", share(report.stall_share), "of the time"),
-        ("hit ratio", "none" if report.hit_ratio is None else share(report.hit_ratio), "of distinct rows"),
+        ("hit ratio", UNDEFINED if report.hit_ratio is None else share(report.hit_ratio), "of distinct rows"),
         ("to the device", human_bytes(per_step), "a step"),
     ]
-    return [figure for figure in figures if figure[1] != "none"]
+    return [figure for figure in figures if figure[1] != UNDEFINED]
 
 
 def verdict(report: Report) -> str:
@@ -374,8 +376,9 @@ def verdict(report: Report) -> str:
     )
 
 
-def number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.4f}"
+def loss_text(report: Report) -> str:
+    """The mean of the last train steps."""
+    return metric_text(report.loss, min(RECENT, report.train_steps) * report.samples // max(1, report.steps))
 
 
 def job_sections(job: Job) -> list[str]:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 from rich.console import Console
@@ -27,13 +28,13 @@ from rowcast.runtime.telemetry.format_numbers import (
     LastingStream,
     human_count,
     human_seconds,
+    metric_text,
     percent,
     plural,
     stdout_console,
 )
 from rowcast.runtime.telemetry.logs import get_logger
 from rowcast.trainer.models.evaluate import Evaluation, TaskEvaluation
-from rowcast.trainer.report.report_json import Report
 from rowcast.trainer.step.metrics import TrainerCounters
 
 EVERY_S = 1.0
@@ -296,26 +297,24 @@ def progress_line(
     return "  ".join(parts)
 
 
-def evaluation_text(result: Evaluation | Report) -> str:
+def evaluation_text(result: Evaluation) -> str:
     """Formats what an evaluation has: a model with a custom loss may have no logits, and few have ranks."""
-    texts = [] if result.accuracy is None else [auc_text(result.auc)]
+    text = partial(metric_text, num_samples=result.num_samples)
+    texts = [] if result.accuracy is None else [f"AUC {text(result.auc)}"]
     if result.logloss is not None:
-        texts.append(f"{'loss' if result.is_own_loss else 'log loss'} {result.logloss:.6f}")
+        texts.append(f"{'loss' if result.is_own_loss else 'log loss'} {text(result.logloss)}")
     if result.normalized_entropy is not None:
-        texts.append(f"normalized entropy {result.normalized_entropy:.6f}")
+        texts.append(f"normalized entropy {text(result.normalized_entropy)}")
     if result.accuracy is not None:
-        texts.append(f"accuracy {result.accuracy:.6f}")
-    texts += [f"{name.upper()} {value:.6f}" for name, value in result.ranking.items()]
-    return ", ".join([*texts, *(f"{name} {value:.6f}" for name, value in result.means.items() if value is not None)])
+        texts.append(f"accuracy {text(result.accuracy)}")
+    texts += [f"{name.upper()} {text(value)}" for name, value in result.ranking.items()]
+    return ", ".join([*texts, *(f"{name} {text(value)}" for name, value in result.means.items() if value is not None)])
 
 
 def task_text(task: TaskEvaluation) -> str:
     """Formats the result of one of several labels."""
     if task.logloss is None:
         return "no log loss" if task.num_labels else "no known label"
-    entropy = "" if task.normalized_entropy is None else f", normalized entropy {task.normalized_entropy:.6f}"
-    return f"{auc_text(task.auc)}, log loss {task.logloss:.6f}{entropy}, {task.num_labels:,} known"
-
-
-def auc_text(auc: float | None) -> str:
-    return f"AUC {'undefined' if auc is None else f'{auc:.6f}'}"
+    text = partial(metric_text, num_samples=task.num_labels)
+    entropy = "" if task.normalized_entropy is None else f", normalized entropy {text(task.normalized_entropy)}"
+    return f"AUC {text(task.auc)}, log loss {text(task.logloss)}{entropy}, {task.num_labels:,} known"
