@@ -25,6 +25,7 @@ from rowcast.deploy.frames import open_frame
 from rowcast.job.file import load_job
 from rowcast.job.formats import Prepare
 from rowcast.prefetcher.readers.reader import open_reader
+from rowcast.protocol.batch import Samples
 from rowcast.protocol.parts import UNDIVIDED
 from rowcast.runtime.errors import ConfigError
 from tests.support.data_files import same_array, same_batch
@@ -314,7 +315,7 @@ def test_ids_alone_without_labels_are_as_many_samples_as_rows(form: str, tmp_pat
     job = load_job(tmp_path / "job.toml", ("data.columns.label_values=none", "data.eval_fraction=0"))
     [read] = open_reader(job, "dense").pending("train", 0)
     samples = read(UNDIVIDED)
-    assert (samples.dense.shape, samples.labels.shape) == ((20, 0), (20,))
+    assert isinstance(samples, Samples) and (samples.dense.shape, samples.labels.shape) == ((20, 0), (20,))
 
 
 LABELS: dict[str, tuple[dict[str, Any], str]] = {
