@@ -315,7 +315,8 @@ def test_ids_alone_without_labels_are_as_many_samples_as_rows(form: str, tmp_pat
     job = load_job(tmp_path / "job.toml", ("data.columns.label_values=none", "data.eval_fraction=0"))
     [read] = open_reader(job, "dense").pending("train", 0)
     samples = read(UNDIVIDED)
-    assert isinstance(samples, Samples) and (samples.dense.shape, samples.labels.shape) == ((20, 0), (20,))
+    assert isinstance(samples, Samples)
+    assert (samples.dense.shape, samples.labels.shape) == ((20, 0), (20,))
 
 
 LABELS: dict[str, tuple[dict[str, Any], str]] = {
