@@ -95,7 +95,7 @@ def test_the_commands_train_a_model_on_the_csv_file(folder: Path) -> None:
 
 
 def test_the_python_of_the_page_makes_files_that_jobs_are_written_for(folder: Path) -> None:
-    pandas_way, _ = blocks("python")
+    _, pandas_way, _ = blocks("python")
     exec(pandas_way, {})
     assert len(pandas_way.splitlines()) <= 15
     shown = tomllib.loads(blocks("toml")[0])

@@ -6,7 +6,7 @@ values. Memory does not grow with the data: of distinct values a share of the ha
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -32,7 +32,6 @@ INTEGER, NUMBER = r"^\s*-?\d+\s*$", WRITTEN[""]
 WHOLE = r"^\s*(-?(?:0|[1-9][0-9]*))\.0*\s*$"  # 35.0, but not 00501
 # in a column of numbers, a missing one
 ABSENT = r"^\s*(?i:null|none|na|nan|n/a|#n/a|\\n|-|\?)?\s*$"
-NAN = r"^\s*(?i:nan)\s*$"  # which the reader takes as a missing number
 MONTH = r"(?i:jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 TIME = (
     r"^\s*\[?(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2})|\d{1,2}:\d{2}(:\d{2})?|\d{8}T\d{4,6}"
@@ -171,11 +170,11 @@ class Watch:
         self._is_list, self._padded, self._all_whole, self._plain = bool(separator), False, True, True
         self._num_values, self._num_pairs, self._num_spaces = 0, 0, 0
         self._range: tuple[float, float] | None = None
-        self._cells = dict.fromkeys(("integer", "number", "nan", "true", "false", "absent", ".", ",", "time"), 0)
+        self._cells = dict.fromkeys(("integer", "number", "true", "false", "absent", ".", ",", "time"), 0)
         self._missing, self._missing_items, self._not_binary = Exceptions(), Exceptions(), Exceptions()
         self._not_time, self._fractions, self._absent = Exceptions(), Exceptions(), Exceptions()
         self._not_number: dict[DecimalMark, Exceptions] = {"": Exceptions(), ".": Exceptions(), ",": Exceptions()}
-        self._not_word, self._nan, self._absent_texts = Exceptions(), Exceptions(), set[str]()
+        self._not_word, self._absent_texts = Exceptions(), set[str]()
         self._values: dict[str, int] = {}
         self._distinct = Distinct()
 
@@ -213,10 +212,8 @@ class Watch:
         floats = numbers_of(cells.filter(pa.array(is_number)), "")
         self._plain = self._plain and bool(is_written_whole[is_integer].all())
         self._add_numbers(floats)
-        is_nan = matches(cells, NAN)
-        is_absent &= ~is_nan
         is_fraction = is_number & ~is_integer
-        kinds = (is_integer, is_fraction, is_nan, is_true, is_false, is_absent, written["."], written[","], is_time)
+        kinds = (is_integer, is_fraction, is_true, is_false, is_absent, written["."], written[","], is_time)
         for kind, of_kind in zip(self._cells, kinds, strict=True):
             self._cells[kind] += int(counts[of_kind].sum())
         self._absent_texts |= {
@@ -230,8 +227,7 @@ class Watch:
         tally(self._not_binary, ~is_binary)
         tally(self._not_word, ~(is_true | is_false))
         for mark, exceptions in self._not_number.items():
-            tally(exceptions, ~written[mark] & ~is_nan & ~is_absent)
-        tally(self._nan, is_nan)
+            tally(exceptions, ~written[mark] & ~is_absent)
         tally(self._absent, is_absent)
         tally(self._not_time, ~is_time)
         tally(self._fractions, is_fraction)
@@ -251,14 +247,14 @@ class Watch:
     def _kind_of_cells(self) -> tuple[Kind, DecimalMark, Exceptions]:
         """The kind, how numbers are written, and the cells that are no numbers, or no timestamps where most are."""
         cells, enough = self._cells, (1 - FEW) * self._num_values
-        whole = self._num_values - cells["nan"] - cells["absent"]
+        whole = self._num_values - cells["absent"]
         has_words = 0 < cells["true"] + cells["false"] == whole
-        if has_words or (cells["integer"] == whole and (whole or cells["nan"])):
+        if has_words or cells["integer"] == whole > 0:
             return "integer", "", Exceptions()
         numbers = cells["integer"] + cells["number"]
         mark: DecimalMark = "," if cells[","] > cells["."] else "." if cells["."] > numbers else ""
         numbers = cells[mark] if mark else numbers
-        if numbers and numbers + cells["nan"] + cells["absent"] >= enough:
+        if numbers and numbers + cells["absent"] >= enough:
             return "number", mark, self._not_number[mark]
         return ("time", "", self._not_time) if cells["time"] >= enough else ("text", "", self._not_number[""])
 
@@ -275,20 +271,14 @@ class Watch:
         is_given = np.isfinite(numbers)
         if mark and is_given.any():
             low, high = float(numbers[is_given].min()), float(numbers[is_given].max())
-        missing, num_values = self._missing_items if self._is_list else self._missing, self._num_values
-        if is_number and (count := self._nan.count):
-            missing, num_values = (
-                replace(missing, count=missing.count + count, where=missing.where or self._nan.where),
-                num_values - count,
-            )
         return ColumnFacts(
             name=self.name,
-            kind=kind if num_values else "other",
+            kind=kind if self._num_values else "other",
             type=self._type,
             separator=self._separator,
             is_list=self._is_list,
-            num_values=num_values,
-            missing=missing,
+            num_values=self._num_values,
+            missing=self._missing_items if self._is_list else self._missing,
             absent=self._absent if is_number else Exceptions(),
             absent_texts=sorted(self._absent_texts) if is_number else [],
             mark=mark,

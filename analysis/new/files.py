@@ -65,37 +65,30 @@ CRITEO_NAMES = ["label", *DENSE, *SPARSE]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
 FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
 
-# what a file of another kind begins with; what it is; the Python that makes Parquet of it
-PANDAS, NUMPY = "import pandas as pd", "import numpy as np, pandas as pd"
+# what a file of another kind begins with; what it is; the Python of a frame after `import pandas as pd`, "" for a page
 OTHER_KINDS = (
-    (rb"\x89HDF\r\n", "HDF5 (.h5)", "import h5py, pandas as pd",
-     "pd.DataFrame({{name: list(own[:]) for name, own in h5py.File({path}).items()}}).to_parquet({out})"),
-    (rb"\x93NUMPY", "a NumPy array (.npy)", NUMPY,
-     "pd.DataFrame(np.load({path})).rename(columns=str).to_parquet({out})"),
-    (rb"BZh9", "compressed by bzip2", PANDAS, 'pd.read_csv({path}, compression="bz2").to_parquet({out})'),
-    (rb"\xfd7zXZ", "compressed by xz", PANDAS, 'pd.read_csv({path}, compression="xz").to_parquet({out})'),
-    (rb"\x28\xb5\x2f\xfd", "compressed by zstd", PANDAS, 'pd.read_csv({path}, compression="zstd").to_parquet({out})'),
-    (rb"\xff\xfe|\xfe\xff", "text in UTF-16, not UTF-8", PANDAS,
-     'pd.read_csv({path}, encoding="utf-16").to_parquet({out})'),
-    (rb"\xff\xff\xff\xff", "a stream of Arrow", "import pyarrow as pa",
-     "pa.ipc.open_stream({path}).read_all().to_pandas().to_parquet({out})"),
-    (rb"ORC", "ORC", PANDAS, "pd.read_orc({path}).to_parquet({out})"),
-    (rb"\x80[\x02-\x05]", "a Python pickle", PANDAS, "pd.read_pickle({path}).to_parquet({out})"),
-    (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord", "import pandas as pd, tfrecord",
-     "pd.DataFrame(tfrecord.tfrecord_loader({path}, None)).to_parquet({out})"),
-    (rb"\s*<", "a web page, or XML", PANDAS, "pd.read_html({path})[0].to_parquet({out})"),
-    (rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"0"\s*:', "JSON by columns, as pandas writes it", PANDAS,
-     "pd.read_json({path}).to_parquet({out})"),
-    (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)",
-     "import pandas as pd, pathlib; lines = [line.split() for line in pathlib.Path({path}).read_text().splitlines()]",
-     'pd.DataFrame({{"label": [float(own[0]) for own in lines], '
-     '"features": [[one.split(":")[-2] for one in own[1:]] for own in lines]}}).to_parquet({out})'),
+    (rb"\x89HDF\r\n", "HDF5 (.h5)",
+     "import h5py; pd.DataFrame({{name: list(own[:]) for name, own in h5py.File({path}).items()}})"),
+    (rb"\x93NUMPY", "a NumPy array (.npy)", "import numpy as np; pd.DataFrame(np.load({path})).rename(columns=str)"),
+    (rb"BZh9", "compressed by bzip2", 'pd.read_csv({path}, compression="bz2")'),
+    (rb"\xfd7zXZ", "compressed by xz", 'pd.read_csv({path}, compression="xz")'),
+    (rb"\x28\xb5\x2f\xfd", "compressed by zstd", 'pd.read_csv({path}, compression="zstd")'),
+    (rb"\xff\xfe|\xfe\xff", "text in UTF-16, not UTF-8", 'pd.read_csv({path}, encoding="utf-16")'),
+    (rb"\xff\xff\xff\xff", "a stream of Arrow",
+     "import pyarrow as pa; pa.ipc.open_stream({path}).read_all().to_pandas()"),
+    (rb"ORC", "ORC", "pd.read_orc({path})"),
+    (rb"\x80[\x02-\x05]", "a Python pickle", "pd.read_pickle({path})"),
+    (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord",
+     "import tfrecord; pd.DataFrame(tfrecord.tfrecord_loader({path}, None))"),
+    (rb"\s*<", "a web page, or XML", "pd.read_html({path})[0]"),
+    (rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"0"\s*:', "JSON by columns, as pandas writes it", "pd.read_json({path})"),
+    (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)", ""),
 )  # fmt: skip
 ZIPPED = {  # a name in the archive -> the same
-    r".*\.npy": ("NumPy arrays (.npz)", NUMPY,
-                 "pd.DataFrame({{name: list(own) for name, own in np.load({path}).items()}}).to_parquet({out})"),
-    r"xl/.*": ("an Excel file (.xlsx)", PANDAS, "pd.read_excel({path}).to_parquet({out})"),
-    r".*": ("a zip archive", PANDAS, 'pd.read_csv({path}, compression="zip").to_parquet({out})'),
+    r".*\.npy": ("NumPy arrays (.npz)",
+                 "import numpy as np; pd.DataFrame({{name: list(own) for name, own in np.load({path}).items()}})"),
+    r"xl/.*": ("an Excel file (.xlsx)", "pd.read_excel({path})"),
+    r".*": ("a zip archive", 'pd.read_csv({path}, compression="zip")'),
 }  # fmt: skip
 
 
@@ -171,9 +164,9 @@ def watched(path: str, shape: TableShape, files: list[Path], pieces: Pieces, lis
 def kind_of_file(file: Path) -> FileKind | None:
     """None for a file of no row. Raises DataError for a file of a kind that is not read."""
     begin = beginning_of(file)
-    for first, what, imports, code in OTHER_KINDS:
+    for first, what, code in OTHER_KINDS:
         if re.match(first, begin, re.DOTALL):
-            raise another_kind(file, what, imports, code)
+            raise another_kind(file, what, code)
     if begin.startswith(b"PK\x03\x04"):
         inside = zipfile.ZipFile(file).namelist()
         raise another_kind(
@@ -195,11 +188,13 @@ def beginning_of(file: Path) -> bytes:
         raise DataError(f"{file}: the gzip file is damaged ({error}); restore it") from None
 
 
-def another_kind(file: Path, what: str, imports: str, code: str) -> DataError:
-    path, out = repr(str(file)), repr(str(file.with_suffix(".parquet")))
+def another_kind(file: Path, what: str, code: str) -> DataError:
+    if not code:
+        return DataError(f"{file}: the file is {what}; docs/data.md#libsvm has the Python that makes Parquet of it")
+    frame, out = code.format(path=repr(str(file))), repr(str(file.with_suffix(".parquet")))
     return DataError(
-        f"{file}: the file is {what}; make Parquet of it in Python, and give that: {imports.format(path=path)}; "
-        f"{code.format(path=path, out=out)}"
+        f"{file}: the file is {what}; make Parquet of it in Python, and give that: import pandas as pd; "
+        f"{frame}.to_parquet({out})"
     )
 
 

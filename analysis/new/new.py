@@ -17,7 +17,7 @@ from typer import Option
 from rowcast.analysis.advise.advise import AdviseOptions, advise_job
 from rowcast.analysis.new.files import DataSet, look_at
 from rowcast.analysis.new.labels import TAIL, poor_evaluation
-from rowcast.analysis.new.roles import ChosenRoles, RoleChoice, Wish, choose
+from rowcast.analysis.new.roles import WEIGHTS, ChosenRoles, RoleChoice, Wish, choose
 from rowcast.analysis.show import AnalysisProgress, Part, ProgressBar, table_of, tell
 from rowcast.job.file import parse_job, with_values
 from rowcast.job.formats import Prepare
@@ -287,6 +287,9 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
         yield "hash_by_value = true  # 35, 35.0 and an integer 35 are one id; 00501 is text"
     if lists := [choice.column for choice in ids if choice.column.separator]:
         yield f"lists = {{ {', '.join(f'{key(column.name)} = {quoted(column.separator)}' for column in lists)} }}"
+    if weights := [choice.column.name for choice in chosen.of("weights")]:
+        pairs = [f"{key(name.removesuffix(WEIGHTS))} = {quoted(name)}" for name in weights]
+        yield f"weights = {{ {', '.join(pairs)} }}"
     for choice in chosen.choices:
         if (
             choice.instead

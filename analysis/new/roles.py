@@ -38,7 +38,7 @@ from rowcast.prefetcher.readers.formats.csv import FALSE, TRUE
 from rowcast.runtime.arrays import F64, Bools
 from rowcast.runtime.errors import ConfigError
 
-Role = Literal["dense", "ids", "left out"]
+Role = Literal["dense", "ids", "weights", "left out"]
 
 # Values
 EXACT = 2.0**53  # beyond, a float cannot tell neighbouring integers apart: no one measured them
@@ -56,6 +56,7 @@ FEWEST_BUCKETS, MOST_BUCKETED = 4, 1_000_000  # different numbers that need buck
 HEAVY = 10.0  # the 99th percentile over the median (+ 1) of counts, from which a logarithm helps
 ROWS_A_VALUE = 10  # rows per value in a table of hashed ids: about a tenth of the values share their row with another
 LEAST_HASHED = 100
+WEIGHTS = "_weights"  # after the name of lists of ids
 CRITEO = Prepare(fill=0.0, log1p=True)  # that its reader does
 
 
@@ -84,8 +85,9 @@ RULES = (
     Clue("left out", lambda k: is_index(k), "it numbers the rows, as the index of pandas does"),
     Clue("left out", lambda k: k.c.kind == "time", AT_ONCE + "{odd_time}"),
     Clue("left out", lambda k: bool(clock_of(k)), "{clock}: " + AT_ONCE, "--ids"),
+    Clue("weights", lambda k: bool(weighted_by(k)), "by its name: a number for each item of {weighted}"),
     Clue("left out", lambda k: k.typed == "float_seq" or (k.c.is_list and k.c.kind == "number" and not k.c.whole),
-         "lists of numbers are not features; for weights of ids use data.columns.weights"),
+         "lists of numbers are not features; those of ids NAME may be their weights, as NAME_weights"),
     Clue("left out", lambda k: is_constant(k.c), "every value is the same"),
     Clue("left out", lambda k: k.c.is_flag and any(map(is_event, k.words)),
          "by its name another label, which is unknown when {label} is predicted", "--dense"),
@@ -329,7 +331,15 @@ TOLD: dict[str, Callable[[Case], str]] = {  # what the reasons of rules name
     "items": lambda k: "text" if k.c.kind == "text" else "whole numbers",
     "fractions": lambda k: f"{k.c.fractions.of(k.c.num_cells, 'no integer')}; correct it",
     "tale": tale_of,
+    "weighted": lambda k: weighted_by(k),
 }
+
+
+def weighted_by(case: Case) -> str:
+    """The lists of ids whose weights are the case's lists; "" if none are."""
+    ids = case.data.named(case.name.removesuffix(WEIGHTS))
+    is_pair = ids and ids.is_list and case.c.is_list and case.c.kind in ("integer", "number") and ids is not case.c
+    return ids.name if is_pair else ""
 
 
 def commonest(numbers: F64) -> float:

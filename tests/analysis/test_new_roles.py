@@ -31,6 +31,7 @@ from rowcast.runtime.errors import ConfigError
 from tests.support.data_files import same_array, same_batch
 
 NUM_ROWS = 600
+DATA_PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
 FORMS = ("csv", "tsv", "jsonl", "parquet", "arrow")
 RNG = np.random.default_rng(9)
 START = RNG.bit_generator.state
@@ -502,25 +503,40 @@ OTHER_FILES = {
 
 
 @pytest.mark.parametrize("name", OTHER_FILES)
-def test_a_file_of_another_kind_is_named_with_the_python_that_makes_parquet_of_it(name: str, tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_named_with_the_python_that_makes_parquet_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     content, what = OTHER_FILES[name]
-    (tmp_path / name).write_bytes(content)
-    result = new(tmp_path / name)
+    Path(name).write_bytes(content)
+    result = new(Path(name))
     assert (result.exit_code, result.stdout) == (4, "")
-    assert f"{tmp_path / name}: the file is" in result.stderr
+    assert f"{name}: the file is" in result.stderr
     assert what in result.stderr
-    assert f".to_parquet('{tmp_path / 'log.parquet'}')" in result.stderr
+    assert (".to_parquet('log.parquet')" in result.stderr) != ("docs/data.md#libsvm has the Python" in result.stderr)
+    assert len(textwrap.wrap(result.stderr, 80)) <= 3, result.stderr
 
 
-@pytest.mark.parametrize("name", ["log.libsvm", "log.ffm", "log.npz"])
-def test_the_python_that_is_printed_makes_parquet(name: str, tmp_path: Path) -> None:
-    if name == "log.npz":
-        np.savez(tmp_path / name, label=flag(), user=ids(20), seen=np.ones((NUM_ROWS, 3), int))
-    else:
-        (tmp_path / name).write_bytes(OTHER_FILES[name][0] * 50)
-    _, code = new(tmp_path / name).stderr.strip().split("and give that: ")
+def test_the_python_that_is_printed_makes_parquet(tmp_path: Path) -> None:
+    np.savez(tmp_path / "log.npz", label=flag(), user=ids(20), seen=np.ones((NUM_ROWS, 3), int))
+    _, code = new(tmp_path / "log.npz").stderr.strip().split("and give that: ")
     exec(code, {})
-    frame = pd.read_parquet(tmp_path / "log.parquet")
-    assert "label" in frame
-    option = ["--label", "label=1"] if name == "log.libsvm" else []
-    assert new(tmp_path / "log.parquet", *option).exit_code == 0
+    assert new(tmp_path / "log.parquet").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["log.libsvm", "log.libfm", "log.ffm"])
+def test_the_values_of_libsvm_are_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = OTHER_FILES[name][0] * 50
+    Path("log.libsvm").write_bytes(content)
+    [code] = re.findall(r"^```python\n([^`]*log\.libsvm.*?)^```", DATA_PAGE, flags=re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    result = new(Path("log.parquet"), *(["--label", "label=1"] if name == "log.libsvm" else []))
+    assert result.exit_code == 0, result.stderr
+    Path("job.toml").write_text(result.stdout)
+    job = load_job(Path("job.toml"), ("data.shuffle=none", "data.eval_fraction=0", "eval.patience=0"))
+    [batch, *_] = open_reader(job).batches("train", 0)
+    pairs = [[pair.split(b":")[-2:] for pair in line.split()[1:]] for line in content.splitlines()[: batch.size]]
+    assert batch.weights is not None
+    assert batch.weights.tolist() == [float(value) for row in pairs for _, value in row]
+    assert len(batch.ids) == sum(map(len, pairs))
