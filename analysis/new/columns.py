@@ -7,7 +7,6 @@ values. Memory does not grow with the data: of distinct values a share of the ha
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -196,10 +195,7 @@ class Watch:
         if self._kind == "text" and len(values) > values.null_count:
             counted = values.drop_null().value_counts()
             own, counts = counted.field("values"), counted.field("counts").to_numpy()
-            self._add_cells(own, counts, partial(self._tally, values, own, counts, location))
-
-    def _tally(self, values: Any, own: Any, counts: I64, location: Location, to: Exceptions, odd: Bools) -> None:
-        to.add(values, own, counts, odd, location)
+            self._add_cells(own, counts, lambda to, odd: to.add(values, own, counts, odd, location))
 
     def _add_cells(self, own: Any, counts: I64, tally: Callable[[Exceptions, Bools], None]) -> None:
         """Sorts distinct cells by what they look like."""

@@ -68,7 +68,7 @@ FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with space
 # what a file of another kind begins with; what it is; the Python of a frame after `import pandas as pd`, "" for a page
 OTHER_KINDS = (
     (rb"\x89HDF\r\n", "HDF5 (.h5)",
-     "import h5py; pd.DataFrame({{name: list(own[:]) for name, own in h5py.File({path}).items()}})"),
+     "import h5py; pd.DataFrame({{name: [*rows] for name, rows in h5py.File({path}).items()}})"),
     (rb"\x93NUMPY", "a NumPy array (.npy)", "import numpy as np; pd.DataFrame(np.load({path})).rename(columns=str)"),
     (rb"BZh9", "compressed by bzip2", 'pd.read_csv({path}, compression="bz2")'),
     (rb"\xfd7zXZ", "compressed by xz", 'pd.read_csv({path}, compression="xz")'),
@@ -86,7 +86,7 @@ OTHER_KINDS = (
 )  # fmt: skip
 ZIPPED = {  # a name in the archive -> the same
     r".*\.npy": ("NumPy arrays (.npz)",
-                 "import numpy as np; pd.DataFrame({{name: list(own) for name, own in np.load({path}).items()}})"),
+                 "import numpy as np; pd.DataFrame({{name: [*rows] for name, rows in np.load({path}).items()}})"),
     r"xl/.*": ("an Excel file (.xlsx)", "pd.read_excel({path})"),
     r".*": ("a zip archive", 'pd.read_csv({path}, compression="zip")'),
 }  # fmt: skip
@@ -193,8 +193,7 @@ def another_kind(file: Path, what: str, code: str) -> DataError:
         return DataError(f"{file}: the file is {what}; docs/data.md#libsvm has the Python that makes Parquet of it")
     frame, out = code.format(path=repr(str(file))), repr(str(file.with_suffix(".parquet")))
     return DataError(
-        f"{file}: the file is {what}; make Parquet of it in Python, and give that: import pandas as pd; "
-        f"{frame}.to_parquet({out})"
+        f"{file}: the file is {what}; make Parquet of it in Python: import pandas as pd; {frame}.to_parquet({out})"
     )
 
 

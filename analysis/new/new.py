@@ -190,10 +190,6 @@ def becomes(choice: RoleChoice) -> str:
     return ", ".join(text for text, is_so in said if is_so)
 
 
-def rules_of(prepare: Prepare) -> list[str]:
-    return [f"{name} = {value}" for name, value in given_rules(prepare).items()]
-
-
 def given_rules(prepare: Prepare) -> dict[str, str]:
     """The keys that differ from the default, as TOML."""
     rules = {name: value for name, value in msgspec.structs.asdict(prepare).items() if value != getattr(AS_IT_IS, name)}
@@ -236,16 +232,6 @@ def is_small(data: DataSet) -> bool:
 
 def embedding_dim(data: DataSet) -> int:
     return SMALL_DIM if data.num_rows < SMALL_ROWS else EMBEDDING_DIM
-
-
-def sparse_lr(data: DataSet) -> float:
-    """Some hundred steps need a larger rate; where rows are few, it only learns them by heart."""
-    return 0.05 if SMALL_ROWS <= data.num_rows < WHOLE_RUN_ROWS else 0.02
-
-
-def dense_lr(data: DataSet) -> float:
-    """Few rows are few steps."""
-    return 0.003 if data.num_rows < SMALL_ROWS else 0.001
 
 
 def head(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
@@ -306,7 +292,7 @@ def columns(data: DataSet, chosen: ChosenRoles) -> Iterator[str]:
     if any(prepare != AS_IT_IS for prepare in prepares.values()):
         yield "[data.columns.prepare]  # in this order: missing, map or number, fill, least, log1p, standardize, ..."
         yield from (
-            f"{key(name)} = {{ {', '.join(rules_of(prepare))} }}"
+            f"{key(name)} = {{ {', '.join(f'{name} = {value}' for name, value in given_rules(prepare).items())} }}"
             for name, prepare in prepares.items()
             if prepare != AS_IT_IS
         )
@@ -346,8 +332,9 @@ def rest(data: DataSet, chosen: ChosenRoles, capacity: str, why_capacity: str) -
         yield f"target = {list(chosen.label.target)}  # mean and deviation of the label"
     yield ""
     yield "[optimizer]"
-    yield f'sparse = {{ kind = "adagrad", lr = {sparse_lr(data)} }}'
-    yield f'dense = {{ kind = "adam", lr = {dense_lr(data)} }}'
+    # some hundred steps need a larger rate; where rows are few, a larger sparse one only learns them by heart
+    yield f'sparse = {{ kind = "adagrad", lr = {0.05 if SMALL_ROWS <= data.num_rows < WHOLE_RUN_ROWS else 0.02} }}'
+    yield f'dense = {{ kind = "adam", lr = {0.003 if data.num_rows < SMALL_ROWS else 0.001} }}'
     yield ""
     if is_small(data) and int(TAIL * data.num_rows):
         yield "[eval]  # two epochs without a lower loss end training, and the best is kept"

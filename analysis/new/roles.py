@@ -89,7 +89,7 @@ RULES = (
     Clue("left out", lambda k: k.typed == "float_seq" or (k.c.is_list and k.c.kind == "number" and not k.c.whole),
          "lists of numbers are not features; those of ids NAME may be their weights, as NAME_weights"),
     Clue("left out", lambda k: is_constant(k.c), "every value is the same"),
-    Clue("left out", lambda k: k.c.is_flag and any(map(is_event, k.words)),
+    Clue("left out", lambda k: k.c.is_flag and any(re.fullmatch(SECOND_LABEL, word) for word in k.words),
          "by its name another label, which is unknown when {label} is predicted", "--dense"),
     Clue("left out", lambda k: bool(tale_of(k)), "it tells {label}: {tale}", "{either}"),
     Clue("left out", lambda k: k.c.pairs, "pairs key:weight; write keys and weights as two columns of lists", "--ids"),
@@ -236,10 +236,6 @@ def is_measure(case: Case) -> bool:
     )
 
 
-def is_event(word: str) -> bool:
-    return re.fullmatch(SECOND_LABEL, word) is not None
-
-
 def is_nearly_whole(case: Case) -> bool:
     """Whether numbers would be ids without a few that are not whole."""
     c = case.c
@@ -338,8 +334,8 @@ TOLD: dict[str, Callable[[Case], str]] = {  # what the reasons of rules name
 def weighted_by(case: Case) -> str:
     """The lists of ids whose weights are the case's lists; "" if none are."""
     ids = case.data.named(case.name.removesuffix(WEIGHTS))
-    is_pair = ids and ids.is_list and case.c.is_list and case.c.kind in ("integer", "number") and ids is not case.c
-    return ids.name if is_pair else ""
+    is_pair = case.c.is_list and case.c.kind in ("integer", "number") and ids is not case.c
+    return ids.name if is_pair and ids is not None and ids.is_list else ""
 
 
 def commonest(numbers: F64) -> float:

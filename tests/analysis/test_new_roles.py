@@ -519,7 +519,7 @@ def test_a_file_of_another_kind_is_named_with_the_python_that_makes_parquet_of_i
 
 def test_the_python_that_is_printed_makes_parquet(tmp_path: Path) -> None:
     np.savez(tmp_path / "log.npz", label=flag(), user=ids(20), seen=np.ones((NUM_ROWS, 3), int))
-    _, code = new(tmp_path / "log.npz").stderr.strip().split("and give that: ")
+    _, code = new(tmp_path / "log.npz").stderr.strip().split("in Python: ")
     exec(code, {})
     assert new(tmp_path / "log.parquet").exit_code == 0
 
