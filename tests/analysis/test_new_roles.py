@@ -211,7 +211,7 @@ LOGS: dict[str, Callable[[], Log]] = {
          "charge": [str(own) if own > 1 else " " for own in reals()],
          "earned": [f"${own:,.2f} " for own in reals() * 900],
          "share": [f"{own} %".replace(".", ",") for own in reals()],
-         "balance": pick(["?", "-3", "+4.5", "17", "1e2"]),
+         "balance": pick(["?", "NaN", "-3", "+4.5", "17", "1e2"]),
          "child": [str(own) for own in RNG.geometric(0.4, NUM_ROWS) - 1]},
         label="label", dense="housing,is_weekend,member,charge,earned,share,balance,child"),
     "codes without a telling name": lambda: log(
