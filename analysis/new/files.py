@@ -63,6 +63,7 @@ DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|d
 DELIMITERS = ("\t", ", ", ",", ";", "|", "::")  # ", " of cells without quotes
 CRITEO_NAMES = ["label", *DENSE, *SPARSE]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
+MOST_NAMES = 7  # that are written out, for a file without a header
 FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
 
 # what a file of another kind begins with; what it is; the Python of a frame after `import pandas as pd`, "" for a page
@@ -79,7 +80,7 @@ OTHER_KINDS = (
     (rb"ORC", "ORC", "pd.read_orc({path})"),
     (rb"\x80[\x02-\x05]", "a Python pickle", "pd.read_pickle({path})"),
     (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord",
-     "import tfrecord; pd.DataFrame(tfrecord.tfrecord_loader({path}, None))"),
+     "import tfrecord as t; pd.DataFrame(t.tfrecord_loader({path}, None))"),
     (rb"\s*<", "a web page, or XML", "pd.read_html({path})[0]"),
     (rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"0"\s*:', "JSON by columns, as pandas writes it", "pd.read_json({path})"),
     (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)", ""),
@@ -239,8 +240,9 @@ def require_names(file: Path, rows: list[list[str]]) -> None:
         )
     values = [looks_like_a_value(name) for name in header]
     pairs = zip(values, rows[min(1, len(rows) - 1)], strict=False)
-    alike = all(not cell or is_value == looks_like_a_value(cell) for is_value, cell in pairs)
-    if not any(values) or not alike or header == [str(number) for number in range(len(header))]:
+    alike = all(not cell or is_value == looks_like_a_value(cell) for is_value, cell in pairs) and any(values)
+    again = [sum(row[i : i + 1] == [name] for row in rows[1:]) > 1 for i, name in enumerate(header)]
+    if not (alike or 2 * sum(again) > len(header)) or header == [str(number) for number in range(len(header))]:
         return
     lengths = [len(row) for row in rows]
     if len(set(lengths)) > 1:
@@ -250,7 +252,7 @@ def require_names(file: Path, rows: list[list[str]]) -> None:
         )
     raise DataError(
         f"{file}, line 1: there is no header; name the {len(header)} columns in their order, for example --names "
-        f"{','.join(example_names(rows))}; the first row is {' '.join(header)[:120]!r}"
+        f"{','.join(example_names(rows))}; the first row is {' '.join(header)[:40]!r}"
     )
 
 
@@ -260,7 +262,10 @@ def example_names(rows: list[list[str]]) -> list[str]:
     labels = [i for i in (0, len(names) - 1) if {row[i].strip() for row in rows if len(row) > i} == {"0", "1"}]
     if len(labels) == 1:
         names[labels[0]] = "label"
-    return ["user", "item", "rating", "timestamp"][: len(names)] if len(names) in (3, 4) and not labels else names
+    if len(names) > MOST_NAMES:
+        return [f'"{names[0]}', f"$(seq -s, -f column_%g 2 {len(names) - 1})", f'{names[-1]}"']
+    rated = len(names) in (3, 4) and not labels and all(map(looks_like_a_value, [*zip(*rows, strict=False)][2]))
+    return ["user", "item", "rating", "timestamp"][: len(names)] if rated else names
 
 
 def looks_like_a_value(cell: str) -> bool:

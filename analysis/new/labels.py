@@ -33,7 +33,7 @@ CODE_WORD = (
     r"|occupation|zip|zipcode|postal|postcode|city|country|region|state|province|device|os|browser|channel|campaign|ad"
     r"|advertiser|adgroup|pos|position|site|domain|app|shop|store|seller|vendor|slot|tag|genre|key|hash|version|status|model"
     r"|publisher|author|artist|album|visitor|session|network|carrier|biz|business|merchant|movie|film|song|track|video"
-    r"|article|news|book|hotel|query|topic"
+    r"|article|news|book|hotel|query|topic|ip|host|role|resource"
 )
 MEASURE_WORD = (
     r"counts?|cnt|num|number|qty|quantity|amount|amt|prices?|cost|fee|fare|tax|income|salary|wage|revenue|sales|stock"
@@ -71,9 +71,10 @@ LIKELY_NAMES = (
 )
 # names of numbers that people predict
 MEASURE_NAMES = (
-    r"(?i)(sale_?)?prices?|charges|costs?|sales|salary|medv|revenue|(watch|play)_?time|target_?\w*|value|demand"
+    r"(?i)(.*[_\W]|average|avg|sale|selling|total|unit|median)?(prices?|charges|costs?|sales|salary|medv|revenue|value)"
+    r"|(watch|play)_?time|target_?\w*|demand|points"
 )
-RATING_NAMES = ("rating", "ratings", "stars", "score", "overall", "review_score")
+RATING_NAMES = ("rating", "ratings", "stars", "score", "overall", "review_score", "quality")
 YES = r"(?i)\s*(yes|y|true|t|pos|positive|click|clicked|won|win|good|like|buy|acc|accept(ed)?|>.*)\.?\s*"
 MOST_CLASSES = 20
 FEWEST_MEASURED = 10  # different numbers
@@ -124,6 +125,7 @@ def label_of(data: DataSet, wish: str) -> Label:
         return as_it_is(data, sure[0], "by its name")
     named += [column for column in columns if re.fullmatch(LIKELY_NAMES, bare(column))]
     named += [column for column in columns if bare(column) in RATING_NAMES and expression(column)]
+    named = [column for column in named if column.is_binary or not is_measure(column)] or named
     ends = [column for column in (columns[-1:] + columns[:1]) if column.is_binary]
     if len(named) == 1 and named[0] in ends:
         return as_it_is(data, named[0], f"by its name, as the {place(columns, named[0])} column")
@@ -145,18 +147,17 @@ def asked(data: DataSet, columns: list[ColumnFacts], named: list[ColumnFacts], f
     none = "no column holds 0 and 1 in every row, as a label does"
     if named and not named[0].is_binary:
         held = f"{named[0].name} holds {no_label(named[0])}"
-        if is_measure(named[0]) and bare(named[0]) not in RATING_NAMES:
-            return f"{none}; {option('--label', named[0].name)}, a measure, trains a regression"
-        if made := expression(named[0]):
-            return f"{none} ({held}); {option('--label', made)} makes one"
+        made = "" if is_measure(named[0]) and bare(named[0]) not in RATING_NAMES else expression(named[0])
+        if made:
+            return f"{held if flags else f'{none} ({held})'}; {option('--label', made)} makes one"
         if named[0].missing.count + named[0].absent.count:
             return f"{held}; remove these rows, or name another label with --label"
-        if not flags:
+        if not flags and not is_measure(named[0]):
             return f"{none} ({held}); add rows with another value, or --label names another column"
     likely = list(dict.fromkeys(column.name for column in (*named, *flags) if column.is_binary))
     last = columns[-1]
     targets = [column for column in columns if re.fullmatch(MEASURE_NAMES, bare(column))]
-    measures = [column for column in (*targets, *([] if is_id_or_time(last) else [last])) if is_measure(column)]
+    measures = [column for column in (*named, *targets, *([] if is_id_or_time(last) else [last])) if is_measure(column)]
     regression = f"; {option('--label', measures[0].name)}, a measure, trains a regression" if measures else ""
     if likely:
         hold = "1 column holds" if len(likely) == 1 else f"{len(likely)} columns hold"
@@ -164,13 +165,12 @@ def asked(data: DataSet, columns: list[ColumnFacts], named: list[ColumnFacts], f
         return f"{hold} 0 and 1, and no name tells the label; name it with --label: {said}{regression}"
     if measures:
         return f"{none}{regression}"
-    for column in (last, columns[0]):
-        if len(column.values) == 2 and (made := expression(column)):
-            return f"{none}; {option('--label', made)} makes one of the {place(columns, column)} column"
-    return (
-        f"{none}, and no name tells one; --label NAME, 'NAME=VALUE' or 'NAME>=4' makes one; to learn from a log of "
-        "clicks alone, add rows without a click"
-    )
+    is_log = any(map(is_id_or_time, columns[:-1]))
+    is_class = len(last.values) == 2 or (last.kind == "text" and 2 < len(last.values) <= MOST_CLASSES)
+    if not is_log and is_class and (made := expression(last)):
+        return f"{none} ({last.name} holds {no_label(last)}); {option('--label', made)} makes one of the last column"
+    alone = "; to learn from a log of clicks alone, add rows without a click" * is_log
+    return f"{none}, and no name tells one; --label NAME, 'NAME=VALUE' or 'NAME>=4' makes one{alone}"
 
 
 def known(data: DataSet, given: str, name: str) -> ColumnFacts:
@@ -201,7 +201,7 @@ def is_id_or_time(column: ColumnFacts) -> bool:
 
 
 def is_measure(column: ColumnFacts) -> bool:
-    whole = not (column.is_list or column.odd.count or column.missing.count or column.absent.count)
+    whole = not (column.is_list or column.padded or column.odd.count or column.missing.count or column.absent.count)
     return (
         column.kind in ("integer", "number")
         and whole
@@ -265,7 +265,7 @@ def expression(column: ColumnFacts) -> str:
     if len(column.values) == 2:
         rare = min(column.values, key=lambda value: column.values[value])
         yes = next((value for value in column.values if re.fullmatch(YES, value)), rare)
-        one = yes if column.kind == "text" else f"{column.high:g}"
+        one = yes if column.kind == "text" or column.odd.count else f"{column.high:g}"
         return f"{column.name}={one}"
     if is_nearly_binary(column):
         return f"{column.name}=1" * ("1" in column.values)
@@ -273,6 +273,9 @@ def expression(column: ColumnFacts) -> str:
         return f"{column.name}={one_class(column)}"
     if column.odd.count or column.kind == "text" or not column.high > column.low:
         return ""
+    graded = bare(column) in (*RATING_NAMES, *LABEL_NAMES)
+    if column.whole and column.low > 0 and column.distinct < FEWEST_MEASURED and not graded:
+        return f"{column.name}={one_class(column)}"
     bound = 0.75 * column.high if column.low >= 0 else 0.5 * (column.low + column.high)
     return f"{column.name}>={np.ceil(bound) if column.whole or column.high > 2 else 0.5 * (column.low + column.high):g}"
 

@@ -261,7 +261,8 @@ def is_row_number(case: Case) -> bool:
     unique = c.kind in ("integer", "text") and not c.is_list and c.distinct >= 0.99 * num_rows and not c.missing.count
     named = re.fullmatch(ROW, case.name) is not None
     least = FEWEST_UNIQUE if named else 20 * FEWEST_UNIQUE
-    return unique and num_rows >= least and (named or (is_increasing(c) and not is_measure(case)))
+    is_name = named or (c.kind == "text" and is_named_id(case))
+    return unique and num_rows >= least and (is_name or (is_increasing(c) and not is_measure(case)))
 
 
 def is_unique(case: Case) -> bool:

@@ -4,6 +4,7 @@ one table of expected roles, the same in every format, and each option that it s
 
 import re
 import shlex
+import subprocess
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -320,6 +321,26 @@ def test_ids_alone_without_labels_are_as_many_samples_as_rows(form: str, tmp_pat
     assert (samples.dense.shape, samples.labels.shape) == ((20, 0), (20,))
 
 
+HEADLESS = {
+    "text alone": [["vhigh", "low", "2", "unacc"], ["high", "low", "5more", "acc"], ["low", "vhigh", "2", "unacc"]],
+    "41 columns": [[str(i) for i in range(7, 48)], [str(i) for i in range(8, 49)]],
+}
+
+
+@pytest.mark.parametrize("name", HEADLESS)
+def test_a_file_without_a_header_is_named_in_three_lines(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("car.data").write_text("\n".join(",".join(row) for row in HEADLESS[name] * 9))
+    result = new(Path("car.data"))
+    assert "there is no header" in result.stderr
+    option = result.stderr.partition("--names ")[2].partition(";")[0]
+    shown = subprocess.run(["bash", "-c", f"echo {option}"], capture_output=True, text=True, check=True).stdout
+    assert shown.strip().split(",") == [f"column_{i + 1}" for i in range(len(HEADLESS[name][0]))]
+    assert len(textwrap.wrap(result.stderr, 80)) <= 3, result.stderr
+
+
 LABELS: dict[str, tuple[dict[str, Any], str]] = {
     "a flag in the middle": ({"flag": [0, 1] * 8, "cost": range(30, 46)}, "--label: flag; --label cost, a measure,"),
     "two flags": ({"free": [0, 1] * 8, "u": ["a", "b"] * 8, "new": [1, 0] * 8}, "--label: new, free"),
@@ -332,6 +353,12 @@ LABELS: dict[str, tuple[dict[str, Any], str]] = {
     "a measure of few rows": ({"flag": [0, 1] * 4, "cost": [own / 3 for own in range(8)]}, "--label cost, a measure,"),
     "a price in the middle": ({"view": [0, 1] * 8, "price": range(16), "lot": range(9, 25)}, "--label price, a"),
     "a log of clicks alone": ({"item": range(16), "timestamp": range(10**9, 10**9 + 16)}, "clicks alone"),
+    "an income is no label where one has a name": (
+        {"Income": range(16), "Response": [0, 1] * 8, "new": [1, 0] * 8}, "--label: Response, new"),
+    "an income is no label where others hold 0 and 1": (
+        {"Income": range(16), "a": [0, 1] * 8, "b": [1, 0] * 8}, "--label: b, a; --label Income, a measure,"),
+    "a price of two words": ({"AveragePrice": range(16), "v": [*"abcd"] * 4}, "--label AveragePrice, a measure,"),
+    "codes of answers": ({"response": [200, 304, 404, 200] * 4, "v": [*"abcd"] * 4}, "--label response=200 makes one"),
     "no name and no measure": ({"u": [*"abcd"] * 4, "g": ["F", "M"] * 8, "v": [*"abcd"] * 4}, "no name tells one"),
 }  # fmt: skip
 

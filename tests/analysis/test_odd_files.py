@@ -1,4 +1,4 @@
-"""47 files as strangers bring them: `rowcast new` writes a job that reads every row, or one sentence says what is
+"""48 files as strangers bring them: `rowcast new` writes a job that reads every row, or one sentence says what is
 where, how often, and which option or change helps.
 """
 
@@ -183,6 +183,10 @@ FILES = [
     OddFile("an object of JSON with a list of rows",
             lambda: b'{"count": 1000, "next": null, "rows": ' + clicks().to_json(orient="records").encode() + b"}",
             RightJob(), file="clicks.json"),
+    OddFile("an object of JSON with its own object and a list of rows",
+            lambda: b'{\n "meta": {\n  "limit": 100\n },\n "objects": '
+            + clicks().to_json(orient="records", indent=1).encode() + b"}",
+            RightJob(), file="clicks.json"),
     OddFile("two lists of rows in an object of JSON", lambda: b'{"a": [{"x": 1}], "b": [{"x": 2}]}',
             OneSentence(code=4, says=("the lists a, b hold objects", "one of them")), file="clicks.json"),
     OddFile("an array of JSON that is cut", lambda: clicks().to_json(orient="records").encode()[:-7],
@@ -292,8 +296,8 @@ MORE = [  # that nobody had named
 ]  # fmt: skip
 
 
-def test_there_are_47() -> None:
-    assert len({odd.name for odd in FILES}) == len(FILES) == 47
+def test_there_are_48() -> None:
+    assert len({odd.name for odd in FILES}) == len(FILES) == 48
 
 
 @pytest.mark.parametrize("odd", [*FILES, *MORE], ids=lambda odd: odd.name)

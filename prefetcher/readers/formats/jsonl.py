@@ -43,7 +43,8 @@ from rowcast.runtime.errors import DataError, listed
 Types = Mapping[str, Any]  # of columns, in Arrow
 NUMBER, WHOLE, UNSIGNED, WORD, TEXT = pa.float64(), pa.int64(), pa.uint64(), pa.bool_(), pa.string()
 MOST_DEPTH = 64
-ARRAY, WRAPPED = rb"\s*\[\s*\{", rb'\s*\{(?:\s*"[^"]*"\s*:\s*(?:"[^"]*"|[^\s"\[{,]+)\s*,)*\s*"[^"]*"\s*:\s*\[\s*\{'
+FLAT = rb'(?:"[^"]*"|\{[^{}]*\}|\[[^\[\]{}]*\]|[^\s"\[{,]+)'  # a value without objects in it
+ARRAY, WRAPPED = rb"\s*\[\s*\{", rb'\s*\{(?:\s*"[^"]*"\s*:\s*' + FLAT + rb'\s*,)*\s*"[^"]*"\s*:\s*\[\s*\{'
 LONGEST_START, OBJECTS = 8192, 20_000  # bytes that tell what a file is; objects that are decoded together
 WHAT = {
     NUMBER: "a number",
