@@ -93,8 +93,9 @@ def peers_of(place: Path, dense: list[str], ids: list[str]) -> tuple[float, floa
 
     train, test = read(place / "train.csv"), read(place / "test.csv")
     for name in ids:
-        kinds = train[name].astype(str).unique()
-        train[name], test[name] = (pd.Categorical(one[name].astype(str), categories=kinds) for one in (train, test))
+        texts = [one[name].astype(object).fillna("").astype(str) for one in (train, test)]
+        kinds = texts[0].unique()
+        train[name], test[name] = (pd.Categorical(one.where(one.isin(kinds)), categories=kinds) for one in texts)
     for one in (train, test):
         for name in dense:
             one[name] = one[name].replace({"yes": 1, "no": 0}).astype(float)
