@@ -523,7 +523,7 @@ tests/readers/test_ids_everywhere.py::test_ids_that_are_replaced_are_replaced_al
         ids.dtype == np.uint64 and int(ids.max()) > LARGEST_ID => False
 tests/analysis/test_odd_files.py
     one odd cell makes text of a column of numbers
-        if numbers and numbers + cells["nan"] + cells["absent"] >= enough: => if numbers + cells["absent"] == whole:
+        if numbers and numbers + cells["absent"] >= enough: => if numbers + cells["absent"] == whole:
     the first odd cell is placed in the line before it
         return lambda i: f"{path}, line {first + i}" => return lambda i: f"{path}, line {first + i - 1}"
 tests/readers/test_refused.py::test_it_is_refused
