@@ -54,7 +54,7 @@ from rowcast.protocol.parts import (
 )
 from rowcast.runtime.arrays import F32, F64, I64
 from rowcast.runtime.checkpoint_manifest import Manifest
-from rowcast.runtime.errors import DataError
+from rowcast.runtime.errors import ConfigError, DataError
 from rowcast.runtime.telemetry.format_numbers import human_bytes, percent_number, plural
 
 BLOCK_ROWS = 1 << BLOCK_BITS
@@ -289,8 +289,10 @@ class Seen:
 
 
 def check_opens(job: Job, seen: Seen) -> Iterator[Finding]:
-    if job.data.follow:
-        folder_of(job)
+    if job.data.follow and not any(folder_of(job).glob("[!._]*")):
+        raise ConfigError(
+            f"data.path = {job.data.path!r} holds no file yet, for which `rowcast train` waits; add the first one"
+        )
     seen.reader = reader = open_reader(job)
     counts = [samples_of(reader, "train", "for training"), samples_of(reader, "eval", "for evaluation")]
     files = (

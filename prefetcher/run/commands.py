@@ -169,7 +169,8 @@ def forget(
     from rowcast.prefetcher.checkpoints.forget import forget_rows
 
     manifest, rows = forget_rows(run_dir, untrained_for)
-    get_logger().info("forgotten", checkpoint=manifest.name, rows=rows)
+    later = f"rows that are not trained from here on go at a forget {untrained_for} or more train steps later"
+    get_logger().info("forgotten", checkpoint=manifest.name, rows=rows, **({} if rows else {"because": later}))
 
 
 def verify(run_dir: RunFolder, checkpoint: CheckpointName = None) -> int:

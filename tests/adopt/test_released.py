@@ -3,9 +3,11 @@
 import errno
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ import rowcast
 from examples.adopt import released_memory
 from rowcast.prefetcher.checkpoints.export import export_run
 from rowcast.prefetcher.checkpoints.overlay import apply_overlay, write_overlay
+from rowcast.runtime.disk import Disk
 from rowcast.runtime.errors import ConfigError, DataError, RowcastError
+from rowcast.trainer.adopt import adopt
 from rowcast.trainer.adopt.adopt import say_left_out
-from rowcast.trainer.adopt.rows import say_of_moves
+from rowcast.trainer.adopt.gradient_sum import TableSum
+from rowcast.trainer.adopt.rows import Home, say_of_moves
 from tests.adopt.engines import Engines, drop, manifests
 from tests.support.facts import facts
 
@@ -29,10 +34,10 @@ PIECES = [1200, 1, 2000, 799, 1000]
 pytestmark = [pytest.mark.usefixtures("let_go"), pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
 
-def release(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def release(folder: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 3) -> Tensor:
     """Writes the table in pieces, two files of them beside another tensor. Returns it whole."""
     folder.mkdir(parents=True)
-    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+    whole = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(seed)).to(dtype)
     pieces = {f"memory.shard_{n}.weight": rows.clone() for n, rows in enumerate(torch.split(whole, PIECES))}
     first = {name: pieces[name] for name in [*pieces][:2]}
     save_file(first, folder / "model-00001-of-00002.safetensors")
@@ -157,7 +162,13 @@ def check_overlay(run: Path, folder: Path, whole: Tensor) -> None:
     """`whole`: as the released files have it after training."""
     (folder / "b" / "config.json").write_text("{}")
     overlay, first, new = folder / "o.safetensors", torch.cat(pieces_of(folder / "b")), folder / "new"
-    num_rows = write_overlay(run, overlay)
+    overlay.write_bytes(b"an earlier one")
+    killed_in(lambda: write_overlay(run, overlay), os, "fsync")
+    killed_in(lambda: write_overlay(run, overlay), Path, "rename")
+    assert overlay.read_bytes() == b"an earlier one"
+    killed_in(lambda: write_overlay(run, overlay), Disk, "sync_folder")
+    num_rows = len(load_file(overlay)[f"{NAME}.rows"])
+    assert write_overlay(run, overlay) == num_rows
     assert num_rows == int((first.view(torch.int16) != whole.view(torch.int16)).any(1).sum())
     assert load_file(overlay)[NAME].dtype == torch.bfloat16
     with pytest.MonkeyPatch.context() as patch:
@@ -165,8 +176,14 @@ def check_overlay(run: Path, folder: Path, whole: Tensor) -> None:
         with pytest.raises(ConfigError, match=facts("--out", "No space left")):
             apply_overlay(overlay, folder / "b", new)
     assert sorted(path.name for path in folder.iterdir() if "new" in path.name) == []
+    for place, name in ((shutil, "copyfile"), (os, "link"), (os, "fsync"), (Path, "rename")):
+        killed_in(lambda: apply_overlay(overlay, folder / "b", new), place, name)
+        assert not new.exists()
+    assert torch.equal(torch.cat(pieces_of(folder / "b")), first)
+    killed_in(lambda: apply_overlay(overlay, folder / "b", folder / "renamed"), Disk, "sync_folder")
     assert apply_overlay(overlay, folder / "b", new) == 2
-    assert torch.equal(torch.cat(pieces_of(new)).view(torch.int16), whole.view(torch.int16))
+    for made in (new, folder / "renamed"):
+        assert torch.equal(torch.cat(pieces_of(made)).view(torch.int16), whole.view(torch.int16))
     assert (new / "config.json").samefile(folder / "b" / "config.json")
     write_overlay(run, folder / "f32.safetensors", "fp32")
     apply_overlay(folder / "f32.safetensors", folder / "b", folder / "again")
@@ -179,6 +196,15 @@ def check_overlay(run: Path, folder: Path, whole: Tensor) -> None:
         write_overlay(run, folder / "none" / "o.safetensors")
     with pytest.raises(DataError, match=facts("model-00001-of-00002.safetensors", "no overlay")):
         apply_overlay(new / "model-00001-of-00002.safetensors", folder / "b", folder / "twice")
+
+
+def killed_in(work: Callable[[], object], place: object, name: str) -> None:
+    """Does the work in a fork that is killed where it first calls a function."""
+    if (pid := os.fork()) == 0:
+        setattr(place, name, lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL))
+        work()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
 
 
 def failing(path: Path, target: Path) -> None:
@@ -209,6 +235,42 @@ def test_the_example_trains_the_memory_of_the_model_that_it_released(
 
 
 # bad input
+
+
+class TwoRanks:
+    """Rank 0 gives `first`, and this rank is rank 1."""
+
+    def __init__(self, first: list[bytes]) -> None:
+        self.first, self.coming = first, SimpleNamespace(tables=set())
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        self.first.append(mine)
+        return [self.first[0], mine]
+
+
+class Adopted(NamedTuple):
+    home: Home
+    name: str = NAME
+    dim: int = DIM
+    num_rows: int = ROWS
+    shape: tuple[int, ...] = (ROWS, DIM)
+
+
+def test_ranks_whose_folders_have_other_contents_are_refused(tmp_path: Path) -> None:
+    first = list[bytes]()
+    for folder, seed in (("a", 3), ("copy", 3), ("other", 4)):
+        release(tmp_path / folder, seed=seed)
+        script = Script(adamw, files=tmp_path / folder)
+        table: Any = Adopted(adopt._doors[0].engine.homes[0])
+        ranks: Any = TwoRanks(first)
+        tables = TableSum([table], ranks)
+        if folder == "other":
+            with pytest.raises(ConfigError, match=facts("rank 0 adopts memory.weight", "rank 1", "capacity and files")):
+                tables.begin_alike(sends=False)
+        else:
+            tables.begin_alike(sends=False)
+        drop()
+        del script
 
 
 def named(folder: Path, **tensors: Tensor) -> None:

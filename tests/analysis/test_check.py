@@ -157,6 +157,11 @@ def with_columns(check: Checked, **columns: Any) -> dict[str, Any]:
     return {"format": "parquet", "path": str(check.folder / "data.parquet"), "synthetic": None, "batch_size": 10}
 
 
+def new_folder(folder: Path) -> Path:
+    (folder / "arriving").mkdir()
+    return folder / "arriving"
+
+
 def factory(name: str, **options: Any) -> dict[str, Any]:
     return {"format": f"tests.analysis.test_check:{name}", "options": options}
 
@@ -324,6 +329,14 @@ ERRORS: list[tuple[str, Sections, str]] = [  # subject, the job's sections, word
         "data",
         lambda c: {"data": with_columns(c, cat_0=[1] * 200) | {"follow": True, "eval_fraction": 0.0}},
         "data.follow needs a folder",
+    ),
+    (
+        "data",
+        lambda c: {
+            "data": with_columns(c, cat_0=[1] * 200)
+            | {"follow": True, "eval_fraction": 0.0, "path": str(new_folder(c.folder))}
+        },
+        "holds no file yet",
     ),
 ]
 WARNINGS: list[tuple[str, Sections, str]] = [

@@ -110,7 +110,8 @@ class TableSum:
         for rank, theirs in enumerate(others, 1):
             if theirs != first:
                 raise ConfigError(
-                    f"rank 0 adopts {first} and rank {rank} {theirs}; give rowcast.adopt one model and capacity on all"
+                    f"rank 0 adopts {first} and rank {rank} {theirs}; give rowcast.adopt one model, capacity and files "
+                    "on all"
                 )
         for table in (each for each in self.tables if not each.home.is_on_demand):
             checksum = xxhash.xxh3_64()
