@@ -211,8 +211,10 @@ def publisher(folder: Path) -> Iterator[None]:
     command = [sys.executable, "-m", "rowcast", "publish", "--run", str(folder / "follow"), "--every", "1s"]
     options = ["--to", str(folder / "served"), "--metrics", "127.0.0.1:0"]
     with (folder / "publish.log").open("wb") as log, subprocess.Popen([*command, *options], stderr=log) as process:
-        yield
-        process.terminate()
+        try:
+            yield
+        finally:
+            process.terminate()
 
 
 def published_steps(folder: Path) -> int:

@@ -10,8 +10,12 @@ price      processor seconds of a followed run over files that are all there, ov
 flat       bytes of the last manifest, its files, and the prefetcher's memory, for 20 times as many files that leave
 auc        of the last tenth of the retail log (ROWCAST_RETAIL), with `forget --untrained-for N` after every N of 1,128
            train steps, and the rows that the last checkpoint holds
+flights    the same of the log of flights that the package has: 977 train steps of 32 samples, one epoch in time order
+rows       rows of the last checkpoint after each of 6 such calls where ids are born for ever, over those that the last
+           2 N train steps look up
 """
 
+import gzip
 import os
 import resource
 import statistics
@@ -19,10 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from benchmarks.follow import (
     BATCH_SIZE,
@@ -44,6 +52,7 @@ from rowcast.serving.model import Model
 
 DEPTH, QUIET_S, LIMIT_S = 2, 8.0, 300.0
 RETAIL, RETAIL_STEPS, FORGETS = Path(__file__).parents[1] / "examples" / "retail.toml", 1128, (100, 200, 400)
+FLIGHT_STEPS, BORN_CALLS, BORN_FOR = 977, 6, 40
 SERVED, PRICED_FILES, PRICED_ROWS, ROUNDS = 6, 30, 20_000, 2
 
 
@@ -171,26 +180,56 @@ def flat() -> dict[str, Any]:
 
 
 def auc() -> dict[str, Any]:
+    sizes = {"data.batch_size": "256", "model.bottom_mlp": "[64, 16]", "model.top_mlp": "[64, 1]"}
+    return forgetting(RETAIL, RETAIL_STEPS, {"data.path": f"{os.environ['ROWCAST_RETAIL']}/train.tsv", **sizes})
+
+
+def flights() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as name:
+        log, job = Path(name) / "flights.csv", Path(name) / "job.toml"
+        log.write_bytes(gzip.decompress((files("rowcast") / "flights.csv.gz").read_bytes()))
+        command = [sys.executable, "-m", "rowcast", "new", "--data", str(log), "--dense", "miles"]
+        job.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
+        once = {"data.epochs": "1", "data.shuffle": "none", "data.batch_size": "32", "eval.patience": "0"}
+        return forgetting(job, FLIGHT_STEPS, once)
+
+
+def forgetting(job: Path, num_steps: int, changes: dict[str, str]) -> dict[str, Any]:
+    """AUC and rows of a job without and with `forget`, by its `--untrained-for`."""
     found = {}
     with tempfile.TemporaryDirectory() as name:
         for untrained_for in (0, *FORGETS):
-            run_dir, every = Path(name) / str(untrained_for), untrained_for or RETAIL_STEPS
-            settings = {
-                "job.run_dir": str(run_dir), "data.path": f"{os.environ['ROWCAST_RETAIL']}/train.tsv",
-                "data.batch_size": "256", "model.bottom_mlp": "[64, 16]", "model.top_mlp": "[64, 1]",
-            }  # fmt: skip
-            options = [f"--set={key}={value}" for key, value in settings.items()]
-            for steps in range(every, RETAIL_STEPS, every):
-                await_end(RETAIL, Path(name) / "log", *options, "--max-steps", str(steps))
+            run_dir, every = Path(name) / str(untrained_for), untrained_for or num_steps
+            options = [f"--set={key}={value}" for key, value in {"job.run_dir": str(run_dir), **changes}.items()]
+            for steps in range(every, num_steps, every):
+                await_end(job, Path(name) / "log", *options, "--max-steps", str(steps))
                 forget_rows(run_dir, untrained_for)
-            await_end(RETAIL, Path(name) / "log", *options)
+            await_end(job, Path(name) / "log", *options)
             report = msgspec.json.decode((run_dir / "report.json").read_bytes())
             rows = read_manifest(checkpoints(run_dir)[-1]).num_rows
             found[f"N = {untrained_for}"] = {"auc": report["auc"], "steps": report["train_steps"], "rows": rows}
     return found
 
 
-MEASURES = {"waits": waits, "serving": serving, "price": price, "flat": flat}
+def rows() -> dict[str, Any]:
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arriving = FilesThatArrive(folder)
+        for _ in range(-(-BORN_CALLS * BORN_FOR * BATCH_SIZE // ROWS)):
+            arriving.arrive()
+        job = write_job(folder, Way(), "born", follow=False)
+        ids = pa.concat_tables(pq.read_table(path) for path in sorted((folder / "finished").iterdir()))
+        for steps in range(BORN_FOR, BORN_CALLS * BORN_FOR + 1, BORN_FOR):
+            await_end(job, folder / "log", "--max-steps", str(steps))
+            kept = forget_rows(folder / "born", BORN_FOR)[0].num_rows
+            last = ids.slice(max(steps - 2 * BORN_FOR, 0) * BATCH_SIZE, 2 * BORN_FOR * BATCH_SIZE)
+            of_last = sum(len(pc.unique(last[column])) for column in ("user", "item"))
+            found[f"after {steps} steps"] = {"rows": kept, "of the last 2 N": of_last, "share": kept / of_last}
+    return found
+
+
+MEASURES = {"waits": waits, "serving": serving, "price": price, "flat": flat, "flights": flights, "rows": rows}
 if "ROWCAST_RETAIL" in os.environ:
     MEASURES["auc"] = auc
 
