@@ -133,7 +133,7 @@ def after(kind: Kind, at: Position) -> Position:
 B = TypeVar("B", covariant=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: Python would unpickle them field by field
 class Scheduled(Generic[B]):
     """A batch, a half of it, or the function that decodes it, at its place in the run: a run from `position` starts
     with this batch, a run from `following` with the next."""

@@ -156,7 +156,8 @@ class FilesRead:
                     raise sorts_before(*sorted((read.file.path, before.file.path)))
 
     def trained_on(self, first_row: int) -> TrainingData:
-        """Returns what a checkpoint keeps if the next batch begins at `first_row`, and forgets the files before it."""
+        """Returns what a checkpoint keeps if the next batch begins at `first_row`. Forgets the files before it."""
+        self.trained(first_row)  # while it still knows the files
         with self._lock:
             for gone in [read for read in self._files.values() if read.rows.stop <= first_row]:
                 del self._files[gone.rows.start]

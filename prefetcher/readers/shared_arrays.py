@@ -27,7 +27,7 @@ ALIGNMENT = 64  # bytes; where an array begins
 SPARE = 1.25  # a segment's size over that of the first object in it, since later ones may be larger
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: Python would unpickle them field by field
 class Head:
     content: bytes  # pickled, without the arrays
     segment: int

@@ -82,7 +82,7 @@ class DecoderShare:
         return UNDIVIDED if step < (self.start or Position()).step + self.num_whole else self.rank
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: Python would unpickle them field by field
 class Delivery:
     scheduled: Scheduled[Part]
     invalid_ids: int  # so far

@@ -340,17 +340,13 @@ def placed(job: Job, newest: Manifest | None, count: Callable[[], Traffic]) -> J
     if "auto" not in own:
         return job
     is_same = newest is not None and newest.job.get("ranks", {}).get("memory") == job.ranks.memory
-    if newest is not None and is_same and len(newest.shards) == job.ranks.count and own == placements_of(newest):
+    before = [] if newest is None else [table.get("placement", "rows") for table in newest.job["tables"]]
+    if newest is not None and is_same and len(newest.shards) == job.ranks.count and own == before:
         kept = [len(held) for held in newest.points or ((),) * len(own)]
         # the cache may be set otherwise since
         if all(pieces < 2 or pieces in cuts(job, table) for table, pieces in zip(job.tables, kept, strict=True)):
             return with_placements(job, [placement_of(pieces) for pieces in kept])
     return with_placements(job, chosen(job, count()))
-
-
-def placements_of(checkpoint: Manifest) -> list[str]:
-    """As its job file had them."""
-    return [table.get("placement", "rows") for table in checkpoint.job["tables"]]
 
 
 def training_data(dense_names: Sequence[str], paths: Sequence[Path]) -> TrainingData:

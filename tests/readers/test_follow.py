@@ -303,7 +303,7 @@ def test_files_wait_until_their_last_row_is_trained(tmp_path: Path) -> None:
     assert delay.last_s is not None
     assert (delay.waiting_files, delay.last_s) == (3, delay.longest_s)
     assert 1000 <= delay.longest_s < 4600
-    read.trained(60)
+    assert [file.path for file in read.trained_on(60).files] == []
     now = read.delay(job)
     assert now.last_s is not None
     assert now.last_s < 1000

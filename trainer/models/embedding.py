@@ -295,13 +295,13 @@ def align_inputs(model: nn.Module, inputs: Inputs) -> Inputs:
     if torch.compiler.is_compiling():
         return inputs  # `JobModel` has aligned them
     dense, *lists = inputs
-    return aligned(dense), *([aligned_embedding(embedding) for embedding in embeddings] for embeddings in lists)
-
-
-def aligned_embedding(embedding: Embedded) -> Embedded:
-    if isinstance(embedding, Sequences):
-        return Sequences(values=aligned(embedding.values), offsets=embedding.offsets)
-    return aligned(embedding)
+    return aligned(dense), *(
+        [
+            aligned(rows) if isinstance(rows, Tensor) else Sequences(values=aligned(rows.values), offsets=rows.offsets)
+            for rows in embeddings
+        ]
+        for embeddings in lists
+    )
 
 
 def aligned(tensor: Tensor) -> Tensor:

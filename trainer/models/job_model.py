@@ -228,7 +228,7 @@ class JobModel:
 
         dense f32 [B, num_dense]; pooled rows of each feature, f32 [B, width], or its sequences; the batch's other
         arrays by name. Computes gradients if they are enabled. Raises ConfigError if the model takes no arrays."""
-        if any(module.training is not training for module in self._every_module):  # `train` asks each for its children
+        if {module.training for module in self._every_module} != {training}:  # `train` asks each for its children
             self.model.train(training)
         compiled = self._compiled if training and len(dense) == self._full_batch else None
         if compiled is None:
