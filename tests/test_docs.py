@@ -97,6 +97,16 @@ A_RUN = "0123456789ab"  # stands for the name of one
 PAGES = [path for path in sorted(ROOT.glob("**/*.md")) if not {".venv", ".venv-bench", "node_modules"} & {*path.parts}]
 
 
+def test_the_page_of_nine_files_names_files_that_are_in_their_rooms() -> None:
+    table = (ROOT / "docs" / "nine-files.md").read_text(encoding="utf-8").partition("## Around the nine")[2]
+    rows = [row.split("|")[1:-1] for row in re.findall(r"^\| `.*", table, re.MULTILINE)]
+    assert len(rows) > 10
+    for rooms, _, names in rows:
+        for name in re.findall(r"`([\w./]+)`", names):
+            folders = [ROOT / room for room in re.findall(r"`([\w/]+)`", rooms)]
+            assert any((folder / name).exists() for folder in folders), f"{name} is in none of {rooms}"
+
+
 def git(*command: str, given: str = "") -> str:
     return subprocess.run(["git", *command], cwd=ROOT, input=given, capture_output=True, text=True, check=False).stdout
 
