@@ -85,7 +85,7 @@ def write_job(number: int, seed: int, folder: Path) -> tuple[Path, str]:
     if kind == "dcnv2":
         model += f", cross_layers = {chance.choice((1, 2, 3))}, cross_rank = {chance.choice((16, 64, 128))}"
     tier, ranks = number % 3 == 2, 2 if number % 6 == 1 else 1
-    more = 'store = { kind = "tiered", memory = "1GiB" }\n' if tier else ""
+    more = 'store = { kind = "tiered", memory = "1250MiB" }\n' if tier else ""
     more += f"ranks.count = {ranks}\n"
     values: dict[str, Any] = {"folder": folder, "number": number, "batch": batch, "samples": batch * STEPS, "dim": dim}
     values |= {"model": model, "sparse": sparse, "dense": dense, "more": more}
