@@ -30,7 +30,7 @@ The points of 256 neighbouring blocks are multiples of the golden ratio along th
 possible: if ids are sorted by frequency, no owner gets many more of the hot blocks. The first block's point is a hash
 of its table's name and its number, which also spreads ids with a pattern, such as multiples of a number.
 
-Says which features a rank looks up of which parts, where ranks own whole tables and pool them for all.
+Maps ranks to the (part, feature) pairs that they look up, where ranks own whole tables and pool them for all.
 
 A group's *sources* on rank 1 of 2 with 4 parts, in their order, if rank 1 owns table u, rank 0 owns v, and w is divided
 by rows:

@@ -66,7 +66,7 @@ class FileWrite:
             rest = rest[os.write(self._descriptor, rest) :]
 
     def sync(self) -> None:
-        """Makes what was written durable. After an error the content is unknown, and the file must be discarded."""
+        """Flushes all writes to disk (fsync). After an error the content is unknown, and the file must be discarded."""
         assert self._descriptor is not None, "a closed file is not synced"
         os.fsync(self._descriptor)
 

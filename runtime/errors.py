@@ -150,7 +150,7 @@ def instead(names: Sequence[str], others: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[str], most: int = MOST_LISTED, between: str = ", ") -> str:
-    """Names one more than `most` rather than `and 1 more`."""
+    """Lists one extra name instead of writing `and 1 more`."""
     if len(names) <= most + 1:
         return between.join(names)
     return f"{between.join(names[:most])} and {len(names) - most} more"

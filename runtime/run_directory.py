@@ -153,8 +153,8 @@ class RunDirectory:
 
 
 def holder(run_dir: Path, role: Role) -> str | None:
-    """Returns the process id of the process of that role that is running there, if it has noted one; None: none is.
-    Raises ConfigError, Unreadable."""
+    """Returns the process id that the running process of this role has noted ("unknown" if none), or None if no such
+    process runs. Raises ConfigError, Unreadable."""
     path = run_dir / f"{role}.lock"
     try:
         with path.open() as lock:

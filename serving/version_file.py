@@ -125,7 +125,7 @@ class VersionFile(Sealed, frozen=True, kw_only=True):
 
     @property
     def is_bound(self) -> bool:
-        """Whether it names the contents of what it stands on."""
+        """Whether it records the checksums of its base version."""
         return self.version >= 2
 
     @property

@@ -166,7 +166,7 @@ def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
         ended = [thread for thread in working if thread.left_s <= least_s]
         for thread in working:
             thread.left_s -= least_s
-        # first all that end now, then what they let begin, so that the order of threads does not matter
+        # ends all finished tasks before it starts new ones, so that the order of threads does not matter
         affected = dict.fromkeys(ended)
         affected |= dict.fromkeys(task.thread for thread in ended for task in thread.end(now_s))
         working = [thread for thread in working if thread.task is not None]

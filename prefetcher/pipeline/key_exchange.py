@@ -226,7 +226,7 @@ class KeyExchange:
         return End(self.fault_step, code, cleaned(sentence)[:TEXT_LIMIT])
 
     def read_samples(self, checksum: int) -> None:
-        """The own samples of one more step have been read. `checksum`: as in `StepKeys`, of these."""
+        """This rank has read its samples of one more step. `checksum`: theirs, as in `StepKeys`."""
         self._next_samples += 1
         self._samples.append(checksum)
         self._untold.append(checksum)  # the next message will tell it

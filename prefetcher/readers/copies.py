@@ -1,7 +1,7 @@
 """Turns text files into typed columns once, and keeps them as Arrow files, which later starts map.
 
     <copies>/<name>-<xxh3_64 of path and rules>.arrow    record batches of typed columns (`arrow_rows.py`)
-    ...                                         .json    `Made`: of which bytes, by which rules, and checksums
+    ...                                         .json    `Made`: source bytes, conversion rules, checksums
     ...                                         .lock    held by the process that makes it; others wait
 
 A source of the recorded size, times and inode is taken to be the same. If one differs, all its bytes are hashed,
@@ -76,7 +76,7 @@ LEAST_LIMIT, MOST_GROWTH = 2**30, 100  # data.copies_limit = "auto"
 
 
 class Made(Sealed, frozen=True, kw_only=True):
-    rules: str  # by which rules and of which path
+    rules: str  # conversion rules and the path of the source
     state: FileState
     digest: str  # of the source's bytes, xxh3_128
     num_rows: list[int]  # of each record batch

@@ -87,8 +87,8 @@ def stage_threads(job: Job) -> int:
 
 
 def automatic_threads(cores: int, is_on_device: bool) -> int:
-    """A quarter of the cores, which leaves the rest to readers and trainer; half of them beside a trainer on a device,
-    which needs a core or two."""
+    """Returns a quarter of the cores, because readers and the trainer need the rest. With a trainer on a device, which
+    needs a core or two, returns half."""
     return max(1, min(MOST_THREADS, cores // (2 if is_on_device else 4)))
 
 
@@ -307,7 +307,7 @@ def tier_parts(job: Job, groups: tuple[GroupSpec, ...], slots: Sequence[int], ri
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decisions:
-    """Of one rank, from the first batches of the run."""
+    """What one rank decides from the first batches of the run."""
 
     slots: Slots  # of each group, on the device
     levels: tuple[Slots, ...]  # from the device down: the rows of a memory tier too

@@ -21,7 +21,7 @@ INDEX_SHARE = 4  # without store.disk, the index may take a fourth of the memory
 # per touched row: its number, where it is, and bits for changed, frozen and set-aside rows
 INDEX_BYTES = ROW_BYTES + 4 + 1
 SLOT_BYTES = 37  # per row in memory, beside its record: what `TieredStore` keeps for a slot
-SERVER_BYTES = 80  # of a Redis server's memory, per row beside its record: number of the write, entry in a hash
+SERVER_BYTES = 80  # Redis memory per row, excluding the record: number of the write, entry in a hash
 SERVER_SHARE = 1.25  # a server's largest allocation per byte of a record
 MOST_SLOTS = 2**31  # of a group; the other numbers below 2**32 are places
 

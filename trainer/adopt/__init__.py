@@ -1,4 +1,4 @@
-"""Training scripts: `rowcast.adopt` leaves them as they are.
+"""Training scripts that keep their own loop: `rowcast.adopt`.
 
 the door         adopt, mapped_tables, table_parameter               what the script sees
 its steps        adopted_table, script_optimizer                     rows and gradients of a step, and its optimizer

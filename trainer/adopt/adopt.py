@@ -1,7 +1,7 @@
 """Adopts a script's model: tables that do not fit on the device become doors to rows that rowcast keeps.
 
     adopt          chooses tables, and makes the parameter of each the door to its rows
-    ahead          batches that are read ahead; those of a DataLoader are by themselves, while a table is adopted
+    ahead          reads batches ahead; a DataLoader's are read ahead anyway while a table is adopted
     ahead_calls    the same for a function that returns a batch
 
 A table costs the device its weights and `STATES` states of each of its rows, whatever the optimizer will keep. If all
@@ -61,8 +61,8 @@ def adopt(
     """Adopts the weights of nn.Embedding and nn.EmbeddingBag that do not fit on the device. Returns the model.
 
     capacity: memory of the device for tables: "8GiB", or "20000 rows" of all tables together. tables: names of other
-    parameters [V, D] that are tables, as `named_parameters` has them. keep: names of tables that stay ordinary; they
-    count for nothing. memory: of the host for the prefetcher, such as "4GiB"; trained rows that it cannot hold are kept
+    parameters [V, D] that are tables, as `named_parameters` has them. keep: names of tables that stay ordinary,
+    outside the capacity. memory: of the host for the prefetcher, such as "4GiB"; trained rows beyond it are kept
     in files of `runs/<script>.*`. files: folders of safetensors files, by the names of tables that begin with the rows
     there: float32, bfloat16 or float16, as one tensor of the parameter's name or in pieces NAME.shard_0, NAME.shard_1,
     ... A row is read when it is first looked up; the parameter itself may be on the device `meta`. Such a table is
@@ -70,7 +70,7 @@ def adopt(
 
     On several ranks call it before DistributedDataParallel(model), or use `rowcast.sum_gradients(model)`.
 
-    Raises ConfigError for names that the model lacks, a table that is not float32, files that do not have its rows, and
+    Raises ConfigError for names that the model does not have, a table that is not float32, files without its rows, and
     a model within DistributedDataParallel, FSDP or DeepSpeed."""
     room, store = Capacity.of(capacity), store_of(memory)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -118,7 +118,7 @@ def tables_of(model: nn.Module, tables: Collection[str], keep: Collection[str]) 
 def begin_in_files(
     parameters: Mapping[str, nn.Parameter], files: Mapping[str, str | Path], keep: Collection[str]
 ) -> None:
-    """Tables that are not adopted yet begin with rows of released files. All are looked at before one is changed."""
+    """Makes tables that are not adopted yet begin with rows of released files. Checks all before it changes one."""
     given = {name: parameters[name] for name in files if not isinstance(parameters[name], TableParameter)}
     places = {}
     for name, parameter in given.items():
@@ -188,7 +188,7 @@ def say_what_was_adopted(weights: Mapping[str, nn.Parameter], chosen: list[str],
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What this process knows of a run that it has saved or gone on from."""
+    """What this process knows of a run that it has saved or restored."""
 
     run_id: str
     checksum: str  # of the newest manifest; "" before the first save
@@ -198,7 +198,7 @@ class Doors:
     """The adopted tables of this process, which share one engine."""
 
     def __init__(self, room: Capacity, left: Capacity, store: Mapping[str, Any]) -> None:
-        """left: by the tables that stay ordinary."""
+        """left: bytes that the ordinary tables leave."""
         self.room, self.store = room, store
         self.engine = Adoption(left, store)
         self.reading = ReadAhead(DEPTH, self.engine)
@@ -210,7 +210,7 @@ class Doors:
         atexit.register(self.report)
 
     def report(self) -> None:
-        """Says how the run went, when it is over: at the end of a process without an error, or once the script has
+        """Prints how the run went once it is over: at the end of a process without an error, or when the script has
         dropped all tables."""
         atexit.unregister(self.report)
         if self.engine.num_starts and not self.engine.is_forked and not hasattr(sys, "last_value"):
@@ -247,7 +247,7 @@ class Doors:
             self.engine.forget(self.gone.pop())
 
     def is_alive(self) -> bool:
-        """Whether the script still has a table: models are cycles, and their graphs hold tables."""
+        """Whether the script still has a table. Models are reference cycles, and their graphs hold tables."""
         with self.reading.paused():
             self.reading.settle_departed()
         for _ in range(2):
@@ -338,7 +338,7 @@ def given_by(function: Callable[[Any], Any], parameters: Mapping[str, nn.Paramet
                     f"{FUNCTION} gives ids of {str(key)!r}, which is no parameter of an adopted model"
                     f"{nearest(str(key), parameters)}; give ids of {listed(list(parameters))}"
                 )
-            if isinstance(parameter, TableParameter):  # others are on the device
+            if isinstance(parameter, TableParameter):  # the others are on the device
                 table = TableKey(parameter.table.name, len(parameter))
                 ids.setdefault(table, []).append(ids_of(table, key_ids))
         return {table: distinct_rows(table.num_embeddings, np.concatenate(parts)) for table, parts in ids.items()}
@@ -359,7 +359,7 @@ def ids_of(table: TableKey, given: Any) -> I64:
 
 
 def flat(ids: Any) -> Any:
-    """Of a tensor, an array, numbers, or a list of these: an array [n]."""
+    """Flattens a tensor, an array, numbers, or a list of these into an array [n]."""
     if isinstance(ids, list | tuple) and ids and isinstance(ids[0], list | tuple | np.ndarray | Tensor):
         return np.concatenate([flat(part) for part in ids if len(part)] or [np.empty(0, np.int64)])
     return (ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)).reshape(-1)
@@ -391,7 +391,7 @@ def refuse(module: Any) -> None:
 
 
 def without_tables(plain: Callable[..., None]) -> Callable[..., None]:
-    """A module's part of state_dict and load_state_dict, without tables whose rows are nowhere as a whole."""
+    """Makes a module's state_dict and load_state_dict leave out tables that are nowhere stored whole."""
 
     @functools.wraps(plain)
     def save_or_load(module: Any, state: Any, prefix: str, *args: Any, **kwargs: Any) -> None:

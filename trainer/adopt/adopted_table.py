@@ -1,9 +1,9 @@
 """The rows of an adopted table that the script's step uses, and their gradients.
 
 A step's rows are one array [U, D] in ascending order of id, because torch adds gradients of repeated rows in an order
-that depends on the rows' numbers: any numbering that keeps the order of ids gives the bits of the whole table.
+that depends on the rows' numbers: any numbering in the order of ids gives the bits of the whole table.
 
-    look_up            ids -> positions among the step's rows; rows that are not there are read and join them
+    look_up            ids -> positions among the step's rows; missing rows are read and join them
     leaf               what one look-up reads: the step's rows, as a leaf of the graph
     backward           each leaf's gradient is added in the order in which torch would add it to the table's
     backward's end     the sum is the table's gradient: the script's hooks get it, then it joins `grad`
@@ -60,27 +60,27 @@ class AdoptedTable:
         self.step_rows = self.home.read(self.ids)
 
     def see_changes(self) -> None:
-        """The script may have changed rows since the step's were read."""
+        """Called when the script may have changed rows since the step's were read."""
         self.home.take_back()
         if self._num_changes != self.home.num_changes:
             self._num_changes = self.home.num_changes
             self.read_again()
 
     def move(self, device: torch.device) -> None:
-        """The parameter is on another device, and the step's rows follow."""
+        """Moves the step's rows to the parameter's new device."""
         self.home.device = device
         self.ids, self._no_grad = self.ids.to(device), self._no_grad.to(device)
         self.grad = None if self.grad is None else self.grad.to(device)
         self.read_again()
 
     def whole(self) -> WholeView:
-        """Returns the weights of all rows, with all steps, f32 [V, D] on the host: the table itself."""
+        """Returns the weights of all rows after all steps, f32 [V, D] on the host: the table itself."""
         return self.home.whole(WEIGHTS).view()
 
     # look-ups
 
     def need(self, wanted: Tensor) -> None:
-        """Adds rows to the step's. `wanted`: i64 [n], distinct."""
+        """Adds rows to those of the step. `wanted`: i64 [n], distinct."""
         if wanted is self.ids:
             return
         _, known = positions(self.ids, wanted)
@@ -111,7 +111,7 @@ class AdoptedTable:
         return at.reshape(ids.shape)
 
     def _is_given_up(self) -> bool:
-        """Whether no graph and no gradient is left of the step's look-ups, as after an evaluation that takes
+        """Whether neither a graph nor a gradient of the step's look-ups is left, as after an evaluation that takes
         gradients."""
         self._leaves = [leaf for leaf in self._leaves if leaf() is not None]
         has_gradient = self.grad is not None and not self.is_stepped
@@ -193,7 +193,7 @@ class AdoptedTable:
         return shown
 
     def checked(self, grad: Any) -> Tensor:
-        """A gradient that the script gives the table. Raises RowcastError."""
+        """Checks a gradient that the script assigns to the table. Raises RowcastError."""
         if isinstance(grad, Tensor) and grad.shape == self.shape and (isinstance(grad, RowGradient) or grad.is_sparse):
             return grad
         what = f"a {type(grad).__name__} of {list(grad.shape)}" if isinstance(grad, Tensor) else repr(grad)
@@ -204,7 +204,7 @@ class AdoptedTable:
         )
 
     def step_gradient(self) -> tuple[Tensor, Tensor]:
-        """Returns the rows that have a gradient, i64 [n] ascending, and theirs, [n, D]. Raises RowcastError."""
+        """Returns the rows that have a gradient, i64 [n] ascending, and its values, [n, D]. Raises RowcastError."""
         grad = self.grad
         if isinstance(grad, RowGradient):
             if not grad.rows.is_by_rows:
@@ -264,7 +264,7 @@ def sparse_like(gradient: Tensor, rows: Tensor, num_rows: int) -> Tensor:
 
 
 def over_union(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Two gradients [n, D], each with its ids, over the rows of either: ids, i64 [m] ascending, and both [m, D].
+    """Returns two gradients [n, D], with ids, over the rows of either: ids, i64 [m] ascending, and both [m, D].
 
     A row without a gradient in one of them gets +0.0 there, as it has in a whole table's."""
     if torch.equal(first[0], second[0]):

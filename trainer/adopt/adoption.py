@@ -1,8 +1,8 @@
 """The adopted tables of a process, and the engine that holds their rows between steps.
 
-first step     rows are in this process: nobody knows yet what the optimizer keeps of them
-look-ups       from the second step on they find the engine, which knows the tables that have been trained
-a new era      of an optimizer or its state, and whole tables that the script has changed: all rows return to this
+first step     rows are in this process: what the optimizer keeps of a row is not known yet
+look-ups       from the second step on they use the engine, which holds the tables that have been trained
+a new era      a new optimizer or state, or a whole table that the script has changed: all rows return to this
                process, in files, and the next look-up starts an engine with them
 """
 
@@ -61,7 +61,7 @@ def rows_or_bytes(argument: str, text: str | int) -> tuple[int | None, int]:
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the tables of a model may take on the device."""
+    """How much the tables of a model may take on the device."""
 
     text: str  # as the script wrote it
     most: int  # rows, or bytes
@@ -151,7 +151,7 @@ class Adoption:
         self._announce_until(last)
         if self._process is not None:
             self._process.engine.begin(self._steps[number])
-        # of a batch without rows nobody knows yet whether it trains
+        # whether a batch without rows trains is not known yet
         for ranks in JOINED if batch.trains and (batch.rows or torch.is_grad_enabled()) else ():
             ranks.num_begun += 1
         self._forget(number)
@@ -171,8 +171,8 @@ class Adoption:
         return zip(accumulate((coming.trains for coming in batches), initial=0), batches, strict=False)
 
     def _announce_until(self, last: int) -> None:
-        """Tells the engine of the batches up to number `last`. On ranks the newest are left for later, when the others
-        have told theirs."""
+        """Tells the engine of the batches up to number `last`. On ranks the newest wait until the other ranks have
+        sent theirs."""
         if self._process is None:
             return
         engine = self._process.engine
@@ -184,7 +184,7 @@ class Adoption:
                 self._steps[batch.number] = engine.announce(rows, trains=batch.trains)
 
     def _rows_of(self, ahead: int, batch: Announced) -> dict[str, I64]:
-        """The rows of a step by the table's name, with those that other ranks have told."""
+        """Returns the rows of a step by the table's name, with those that other ranks have sent."""
         rows = {table.name: ids for table, ids in batch.rows.items()}
         told: dict[str, list[I64]] = {}
         for name, theirs in (each for ranks in JOINED if batch.trains for each in ranks.told(ahead)):
@@ -206,7 +206,7 @@ class Adoption:
             self._start(homes)
 
     def with_all(self) -> ScriptEngine:
-        """The engine, which holds all tables from now on."""
+        """Returns the engine, which holds all tables from now on."""
         self._holds_all = True
         if len(self._rows) < len(self._homes):
             self.leave()
@@ -246,7 +246,7 @@ class Adoption:
             home.here.forget()
 
     def leave(self) -> None:
-        """Takes all rows back to this process."""
+        """Moves all rows back to this process."""
         if self._process is not None:
             for home in self._homes:
                 home.leave()
@@ -337,7 +337,7 @@ def job_of(
     ]
     return {
         "job": {"run_dir": str(folder)},
-        "data": {"format": "synthetic"},  # never read: the script tells its rows
+        "data": {"format": "synthetic"},  # never read: the script announces its rows
         "tables": tables,
         "model": {"kind": NO_MODEL},
         "optimizer": {"sparse": {"kind": "sgd", "lr": 0.0}, "dense": {"kind": "sgd", "lr": 0.0}},

@@ -1,4 +1,4 @@
-"""Gives rows that were away the steps that they missed, with the bits of torch.optim over a whole table.
+"""Replays the steps that rows missed while they were away, with the bits of torch.optim over a whole table.
 
 A dense rule moves every row at every step, also without a gradient: moments decay, momentum and decay move weights.
 Each operation of an elementwise rule has the same bits at any place of an array of any length, so a row may have its
@@ -59,13 +59,13 @@ TRIED_ROWS, TRIED_STEPS = (67, 33), 4  # of [n, D]; odd numbers: ends of arrays 
 
 
 def catch_up(rows: Records, log: StepLog) -> int:
-    """Gives each row the steps of the log that it has not had, with a zero gradient. Returns the steps replayed.
+    """Replays for each row the steps of the log that it missed, with a zero gradient. Returns the steps replayed.
 
-    `rows` are changed in place, `rows.lasts` to log.steps; states have whatever value before the rule's first step,
+    Changes `rows` in place, and `rows.lasts` to log.steps. States may have any value before the rule's first step,
     which makes them. Raises ConfigError if the rule cannot be made anew."""
     if not log.steps:
         return 0
-    lasts = rows.lasts.cpu()  # the host decides by them: a device is waited for once
+    lasts = rows.lasts.cpu()  # the host decides by them, so it waits for a device once
     missed = log.steps - lasts
     assert not bool((missed < 0).any()), "rows and log are of one run"
     order = torch.argsort(lasts, stable=True)[: int((missed > 0).sum())]
@@ -84,7 +84,7 @@ def catch_up(rows: Records, log: StepLog) -> int:
 
 
 def replay(block: Records, lasts: I64, first: int, end: int, segment: Segment, log: StepLog) -> None:
-    """Gives a block's rows the steps from `first` to `end` - 1, all of one segment. `lasts`: ascending."""
+    """Replays for a block's rows the steps from `first` to `end` - 1, all of one segment. `lasts`: ascending."""
     loops = loops_of(segment, end, log) if block.weights.device.type == "cpu" else None
     if loops is None:
         by_the_rule(block, lasts, first, end, log)
@@ -154,7 +154,7 @@ def loops_of(segment: Segment, end: int, log: StepLog) -> Loops | None:
 
 
 def chosen(step: LoggedStep, rule: type[Optimizer]) -> Loops | None:
-    """Fresh loops for such steps, if there are any for the rule and they have torch's bits of random rows here."""
+    """Returns fresh loops for such steps if the rule has any and they reproduce torch's bits on random rows here."""
     has_tensors = any(isinstance(beta, Tensor) for beta in step.hyper.get("betas", ()))
     if rule not in LOOPS or has_tensors or any(step.hyper.get(name) for name in UNLIKE):
         return None
@@ -176,7 +176,7 @@ def try_loops() -> None:
 
 
 def have_bits_of_torch(loops: Loops, step: LoggedStep, rule: type[Optimizer]) -> bool:
-    """Gives random rows the same step some times in both ways."""
+    """Whether both ways give random rows the same bits, over several steps."""
     rows = random_rows(step.row_states)
     expected, lasts, trial = rows.take(torch.arange(len(rows.lasts), device="cpu")), rows.lasts.numpy(), StepLog(rule)
     for _ in range(TRIED_STEPS):
@@ -188,7 +188,7 @@ def have_bits_of_torch(loops: Loops, step: LoggedStep, rule: type[Optimizer]) ->
 
 
 def random_rows(states: tuple[str, ...]) -> Records:
-    """Values of all sizes, zeros of both signs and denormal ones; at least 0 where a rule takes their root."""
+    """Returns values of all magnitudes, zeros of both signs and denormals; at least 0 where a rule takes their root."""
     generator = torch.Generator().manual_seed(1)
 
     def values() -> Tensor:
@@ -270,7 +270,7 @@ def remedy(table: str) -> str:
 
 
 def refuse_kind(kind: type[Optimizer], group: Mapping[str, Any], table: str) -> None:
-    """Raises ConfigError for what needs no trial."""
+    """Raises ConfigError for an optimizer that is refused without a trial."""
     closure = arguments(kind.step).get("closure")
     if group.get("fused"):
         why = (
@@ -329,7 +329,7 @@ def has_bits(rule: TriedRule, first: dict[str, float], dim: int, device: torch.d
 def train_apart(rule: TriedRule, first: dict[str, float], dim: int, device: torch.device) -> bool:
     """Trains a table whole, and as an adopted one. Returns whether a step moves rows without a gradient. Raises
     ConfigError if the bits differ."""
-    if isinstance(rule.settings.get("lr"), float):  # a small one hides much, and a warm-up begins with 0
+    if isinstance(rule.settings.get("lr"), float):  # a small rate hides much, and a warm-up begins with 0
         rule = rule._replace(settings={**rule.settings, "lr": 1.0})
     generator, drawn = np.random.default_rng(7), random_states()
 
@@ -428,7 +428,7 @@ class SpotCheck:
         self._alone = at, Records(sample.data, rows_of(alone.state.get(sample, {})), at), numbers, has_drawn(drawn)
 
     def fault(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
-        """After the step: what it has shown that a table's rule must not do, or ""."""
+        """Returns, after the step, what it did that a table's rule must not do, or ""."""
         rows = rows_of(state)
         if rows.keys() != self.kept.first.keys():
             return (

@@ -104,7 +104,7 @@ class TableSum:
 
     @torch.no_grad()
     def begin_alike(self, *, sends: bool) -> None:
-        """`sends`: the first values of rank 0 count; otherwise others are refused. Raises ConfigError."""
+        """`sends`: rank 0 sends its first values; otherwise ranks with other values are refused. Raises ConfigError."""
         names = "; ".join(f"{table.name} {[*table.shape]} {table.home.origin}".rstrip() for table in self.tables)
         first, *others = map(bytes.decode, self.ranks.gather(names.encode()))
         for rank, theirs in enumerate(others, 1):
@@ -159,7 +159,7 @@ class TableSum:
 
 
 class Width:
-    """Tables with as many columns, whose rows are numbered one table after the other."""
+    """Tables of one number of columns, whose rows are numbered one table after the other."""
 
     def __init__(self, tables: Sequence[AdoptedTable], first: int) -> None:
         """`first`: the place of the first one among all."""
@@ -205,7 +205,7 @@ class Width:
 
 
 class DataParallelSum:
-    """The tables of one DistributedDataParallel, which leaves them out: they are added up beside it.
+    """The tables that one DistributedDataParallel leaves out: they are summed next to it.
 
     DistributedDataParallel(model)   made after `adopt`: its reducer gets no table; rank 0's first values count
     forward                          decides, as for DDP, whether the next backward pass is synchronised
@@ -225,7 +225,7 @@ class DataParallelSum:
         arrives = weakref.WeakMethod(self.arrives)  # nodes are not seen by Python's collector of cycles
         self._weights = [weight for weight in net._module_parameters if weight.requires_grad]
         self._nodes = [get_gradient_edge(weight).node for weight in self._weights]
-        for node in self._nodes:  # before DDP waits for its ranks: a rank that is missing gets its name from here
+        for node in self._nodes:  # before DDP waits for its ranks, so that this names a missing rank
             node.register_prehook(lambda grads: (call := arrives()) and call())
 
     def _begin(self, net: nn.Module, args: Any) -> None:
@@ -234,7 +234,7 @@ class DataParallelSum:
             self._is_awaited = net.require_backward_grad_sync
 
     def arrives(self) -> None:
-        """A gradient is about to come: in a synchronised pass all are exchanged at its end."""
+        """Called when a gradient is about to come: a synchronised pass exchanges all at its end."""
         if self._is_awaited:
             self._is_awaited = False
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -272,7 +272,7 @@ def refuse_join(table: str, *args: Any, **kwargs: Any) -> NoReturn:
 
 
 def without_tables(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of a process group that refuses an adopted table: what it writes there would not be seen."""
+    """Makes a method of a process group refuse an adopted table, where its writes would be lost."""
 
     @functools.wraps(plain)
     def exchange(group: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Finds the ids of a coming batch: what one step computed between its batch and its look-ups is recorded and run again.
+"""Finds the ids of a coming batch: records what one step computes between batch and look-ups, and runs that again.
 
 batch -> leaves -> operations that the ids need -> ids of look-up 0, 1, ... (or why they cannot be known)
 
 A program is a hint: its ids are compared with those of the step, so a wrong one costs a fetch on demand and no row.
 It runs on the host, never draws a random number, never reads rows or weights, and leaves its batch as it is.
 
-The operations are nodes of a `torch.fx.Graph`. A value is found again by its storage and its place in it: views,
+The operations are nodes of a `torch.fx.Graph`. A value is identified by its storage and its place in it: views,
 `detach` and NumPy's views of a tensor are the same memory, and a program repeats writes into it in order. Values that
-depend on rows, weights or draws are *unknown* and are not kept: neither are the activations of the step.
+depend on rows, weights or random draws are *unknown*. They are not kept, nor are the activations of the step.
 
 Torch shows sizes as plain integers. One that equals a size of the batch, or a number that the step has read from a
 tensor of the batch (`len`, `item`, `tolist`), is taken for it, and is read again in each batch.
@@ -32,12 +32,12 @@ from rowcast.trainer.adopt.row_gradient import RowGradient
 
 MANY = 8  # a longer list of lists or arrays is one array: samples. A shorter one is a structure: fields
 MOST_DEPTH = 8  # of objects within a batch
-MOST_PARTS = 20_000  # of a batch: what is beyond is no part of it, such as its data set
+MOST_PARTS = 20_000  # of a batch: objects nested deeper are not part of it, such as its data set
 MOST_FLOATS = 4096  # of a constant such as the boundaries of buckets; larger ones are states of the model
 MOST_COLUMNS = 256  # of a leaf that are compared one by one
 FEW_CASTS = 4  # columns of a matrix that are cast at once; fewer are cast one by one
 MOST_LISTED = 4096  # elements of a list of sizes
-LARGEST = 1 << 24  # of the sizes that are read: a wrong one shall not take all memory
+LARGEST = 1 << 24  # of the sizes that are read: a wrong one must not take all memory
 MOST_RECORDED = 100_000  # operations: a script whose loop was left in the middle stays in its recording
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 @dataclass(frozen=True)
 class TableKey:
-    """A table as reading ahead knows it, which outlives tables."""
+    """Stands for a table in reading ahead, which outlives tables."""
 
     name: str
     num_embeddings: int
@@ -85,7 +85,7 @@ def leaves_of(batch: object) -> Leaves:
 
 
 def as_array(value: Any) -> Tensor | None:
-    """The value as a tensor that shares its memory if it can, None if it is no array of numbers."""
+    """Returns the value as a tensor, which shares its memory if possible, or None if it is not an array of numbers."""
     if isinstance(value, Tensor):
         return value.detach() if value.layout is torch.strided and not value.is_quantized else None
     try:
@@ -105,7 +105,7 @@ def parts_of(value: Any) -> Mapping[Hashable, Any]:
     if isinstance(value, Mapping):
         return value
     if isinstance(value, list | tuple):
-        return {} if value and isinstance(value[0], str) else dict(enumerate(value))  # names of samples are no form
+        return {} if value and isinstance(value[0], str) else dict(enumerate(value))  # no names of samples
     if callable(value) or isinstance(value, Tensor | np.ndarray):
         return {}
     names: Any = getattr(value, "__dict__", None) or getattr(value, "__slots__", ())
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What the script has compiled runs as un-adopted, and shows nothing."""
+        """Lets what the script has compiled run unchanged, without recording it."""
         return True
 
     def __init__(self, leaves: Leaves) -> None:
@@ -178,7 +178,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._read[number] = self.graph.call_function(min, (node, LARGEST))
 
     def has_made(self, ids: Tensor) -> bool:
-        """Whether the batch is known to have a part in the ids. Call outside of the recording mode."""
+        """Whether the ids are known to depend on the batch. Call outside the recording mode."""
         node = self._find(ids.detach(), "the look-up")
         return isinstance(node, Node) and memory_of(node).is_of_batch
 
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _inputs_of(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | Unknown:
-        """The arguments as nodes and on the host; or why the results are unknown."""
+        """Returns the arguments as nodes and on the host, or why the results are unknown."""
         if not isinstance(func, OpOverload):
             return Unknown(f"what {func} computes")
         unknown: list[Unknown] = []
@@ -254,7 +254,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             memory.is_changed = True
 
     def _added(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """The operation as a node, with integers that follow the batch size; a quicker call where there is one."""
+        """Returns the operation as a node, with integers that follow the batch size, and a quicker call if any."""
         given = list(args)
         if func in RESHAPES:
             given[1] = self._first_deduced(given[1])
@@ -325,7 +325,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._know(tensor, self.graph.create_node("get_attr", name))
 
     def _from_batch(self, tensor: Tensor) -> Node | None:
-        """A tensor that no operation has made: a view of a leaf, or else a leaf or a column of one by its values."""
+        """Identifies a tensor that no operation made: a view of a leaf, or by its values a leaf or a column."""
         leaves = list(zip(self._leaves, self.inputs, strict=True))
         for leaf, node in leaves:
             if leaf.dtype == tensor.dtype and leaf.device == tensor.device and tensor.numel():
@@ -352,13 +352,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def memory_of(node: Node) -> KnownStorage:
-    """Of a value; a batch size has none."""
+    """Returns the memory of a value; a batch size has none."""
     memory: KnownStorage = node.meta.get("memory") or KnownStorage()
     return memory
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation changes."""
+    """Returns the tensors that an operation changes."""
     if not isinstance(func, OpOverload) or not func._schema.is_mutable:
         return []
     names = [
@@ -385,7 +385,7 @@ def span(tensor: Tensor) -> int:
 
 
 def is_size(argument: Any) -> bool:
-    """Whether an operation takes it for a number of elements, rather than for a dimension or a value."""
+    """Whether an operation uses it as a number of elements, rather than as a dimension or a value."""
     kind = argument.real_type
     while kind.kind() in ("OptionalType", "ListType"):
         kind = kind.getElementType()
@@ -400,7 +400,7 @@ class Program:
     """From the leaves of a batch to the ids of each look-up of its step, in the order of the look-ups."""
 
     def __init__(self, recorder: Recorder, *, is_alone: bool) -> None:
-        """is_alone: no other batch was in use, so that ids without a part of this batch are of its step."""
+        """is_alone: no other batch was in use, so ids that do not depend on this batch belong to its step too."""
         graph = recorder.graph
         self.look_ups = [resolved(look_up, is_alone) for look_up in recorder.look_ups]
         graph.output(tuple(look_up.ids for look_up in self.look_ups if isinstance(look_up.ids, Node)))
@@ -439,7 +439,7 @@ class Program:
 
 
 def resolved(look_up: LookUp, is_alone: bool) -> LookUp:
-    """Without a copy of ids that stay as they are; unknown if it may be another batch's."""
+    """Returns ids, without a copy if they need no change; unknown if they may be another batch's."""
     if isinstance(look_up.ids, Unknown):
         return look_up
     (ids,) = look_up.ids.all_input_nodes
@@ -461,7 +461,7 @@ def erase_unneeded(graph: Graph) -> None:
 
 
 def cast_once(graph: Graph) -> None:
-    """Makes columns of a matrix that are cast alike columns of its cast: one call in place of many."""
+    """Casts a matrix once instead of each of its columns."""
     casts: dict[Hashable, Node] = {}
     for node in graph.find_nodes(op="call_method", target="to"):
         (view,) = node.all_input_nodes

@@ -1,9 +1,8 @@
 """Tables larger than memory: an nn.Embedding whose weight is mapped from a file, or made by a rule.
 
 Without a rule the script's own code gives the first values, which the kernel writes to the file. `adopt` reads rows
-from it and never changes it. By a rule they are those of a job's table with the same `init`: written to the file too,
-or, above `records.MOST_WHOLE` rows, made where a row is first needed.
-"""
+from it and never changes it. A rule gives those of a job's table with the same `init`: they are written to the file
+too, or, above `records.MOST_WHOLE` rows, made when a row is first needed."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,8 +38,8 @@ def tables(folder: str | Path, *, init: str = "", seed: int = 0) -> Iterator[Non
     is zeros. Those of more than 16,777,216 rows are in no file: their rows are made when they are first needed, once
     `rowcast.adopt` has the model. seed: of the rule.
 
-    Raises ConfigError if a file is there already, unless it has the rule's values, if the disk has not as much space,
-    or if there is no such rule."""
+    Raises ConfigError if a file is there already, unless it has the rule's values, if the disk lacks the space, or if
+    there is no such rule."""
     check_rule(init, seed)
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
@@ -126,7 +125,7 @@ def new_table(path: Path, num_rows: int, dim: int) -> Tensor:
 
 
 def written_out(rule: RowRule, path: Path) -> Tensor:
-    """The rule's rows in a file. One that has them already, as of a script that is started again, is taken."""
+    """Writes the rule's rows to a file. Takes a file that has them already, as when a script is started again."""
     blocks = [slice(at, min(at + BLOCK_ROWS, rule.num_rows)) for at in range(0, rule.num_rows, BLOCK_ROWS)]
     rows = (torch.from_numpy(rows_by(rule, np.arange(block.start, block.stop))) for block in blocks)
     size = rule.num_rows * rule.width
@@ -154,7 +153,7 @@ def address(tensor: Tensor) -> int:
 
 
 class TableOnDemand(nn.Parameter):
-    """A weight whose rows are made or read when they are needed, before it is adopted: it has a shape, and no
+    """A weight that is not adopted yet, and whose rows are made or read when they are needed: it has a shape and no
     values."""
 
     first: FirstValues
@@ -184,7 +183,7 @@ class TableOnDemand(nn.Parameter):
         if name == "__repr__" and rule is not None:  # of the module, which prints all that it has
             return f"a table of {len(table):,} rows by the rule {rule.init}"
         if name == "__getitem__" and rule is not None and isinstance(args[1], int) and args[1] == rule.zero_row:
-            return torch.zeros(rule.width, device="cpu")  # what fills the padding's row finds it filled
+            return torch.zeros(rule.width, device="cpu")  # the padding's row is filled already
         raise ConfigError(
             f"{attribute or name} of a table of {len(table):,} rows, which a rule makes once rowcast.adopt has the "
             "model: call rowcast.adopt(model, ...) first, and give it first values by rowcast.tables(init=...) alone"

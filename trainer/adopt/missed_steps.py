@@ -1,15 +1,15 @@
-"""Keeps what each step of an optimizer over one table was, so that rows that were away can have it later.
+"""Keeps a log of an optimizer's steps over one table, so that rows that were away can have them later.
 
 An optimizer's step is its group's hyper-parameters (rate, betas, decay, flags) and the parameter's state before the
-step: numbers (Adam's `step`), and tensors with a row for each row, which are the rows' own and not kept here. A
-schedule changes one or two numbers a step. So the log keeps segments: what stays as it is once, and 8 bytes a step for
-each number that has ever changed.
+step: numbers (Adam's `step`), and tensors with a row for each row, which stay with the rows. A schedule changes one or
+two numbers a step. So the log keeps segments: once what does not change, and 8 bytes a step for each number that has
+ever changed.
 
-Compiled loops give rows the steps that they missed: Adam, AdamW and SGD of torch.optim with a gradient of zero, on a
-CPU. Each row takes its own missed steps, k steps after its first one. Rows lie in the order of their last step, so
-those that still miss a step are the first ones. Each operation of torch is one rounding here, in torch's order
-(`multiply_add`: torch rounds once). torch's square root may differ from the processor's by one unit, so torch takes it,
-between the halves of a step. `catch_up.chosen` tries whether these are the bits of the installed torch.
+Compiled loops replay missed steps: Adam, AdamW and SGD of torch.optim with a gradient of zero, on a CPU. Each row takes
+its own missed steps, k steps after its first one. Rows are sorted by their last step, so those that still miss a step
+are the first ones. Each operation of torch is one rounding here, in torch's order (`multiply_add`: torch rounds once).
+torch's square root may differ from the processor's by one unit, so torch computes it, between the halves of a step.
+`catch_up.chosen` tests whether these are the bits of the installed torch.
 
 A weight of Adam without coupled decay comes to rest: in calm steps (`is_calm`) it does not move again, as
 docs/log/catch-up.md proves. Then only `decay` is left to do: a few operations a step, and no root.
@@ -49,7 +49,7 @@ ROW_DIMS = 2  # a state tensor with this many dimensions has a row for each row 
 
 
 class LoggedStep(NamedTuple):
-    """One step of the optimizer, as it was given."""
+    """One step of the optimizer."""
 
     hyper: dict[str, Any]  # the group without its parameters
     state: dict[str, Any]  # before the step, without what has a row for each row
@@ -112,7 +112,7 @@ class StepLog:
         return self.segments[bisect_right(self.segments, step, key=lambda each: each.first) - 1].at(step)
 
     def parts(self, first: int) -> Iterator[tuple[int, int, Segment]]:
-        """The segments from step `first` on, each with the steps of it: (first, end, segment)."""
+        """Yields the segments from step `first` on, each with its steps: (first, end, segment)."""
         ends = [segment.first for segment in self.segments[1:]] + [self.steps]
         for segment, end in zip(self.segments, ends, strict=True):
             if end > first:
@@ -124,7 +124,7 @@ def has_rows(value: Any) -> bool:
 
 
 def rows_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What an optimizer's state has of each row."""
+    """Returns what an optimizer's state has for each row."""
     return {name: value for name, value in state.items() if has_rows(value)}
 
 
@@ -139,7 +139,7 @@ def is_number(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> Any:
-    """All of a number but its value, or another value itself. Rules leave out the operations of a zero."""
+    """Returns the kind of a number, or any other value itself. Zero is a kind: rules leave out its operations."""
     if not is_number(value):
         return value
     of_tensor = (value.dtype, value.device, value.shape) if isinstance(value, Tensor) else ()
@@ -219,7 +219,7 @@ class AdamLoops:
             rows = rows[order]
 
     def until_some_rest(self, block: Records, at: I64, end: int) -> None:
-        """Full steps until all are taken or a quarter of the rows rest; these then decay as long as steps are calm.
+        """Takes full steps until all are done or a quarter of the rows rest; those decay as long as steps are calm.
 
         `at`: i64 [n] each row's next step, ascending; moved on."""
         while True:
@@ -243,7 +243,7 @@ class AdamLoops:
             adam_weights(weights, average, root, table, at[:groups], k, starts)
 
     def calm_until(self, at: I64, end: int) -> I64:
-        """The first step from `at` on that is not calm, or `end`; i64 [n]."""
+        """Returns the first step from `at` on that is not calm, or `end`; i64 [n]."""
         borders = np.append(np.array(self.unrest, np.int64), end)
         until: I64 = np.minimum(borders[np.searchsorted(borders[:-1], at)], np.minimum(end, at + self.longest))
         return until
@@ -274,13 +274,13 @@ def flat(rows: Records, *states: str) -> list[F32]:
 
 
 def groups_of(at: I64, dim: int) -> tuple[I64, I64]:
-    """Rows with one next step are neighbours, and their floats one run: the step of each run, and where runs start."""
+    """Groups rows with the same next step, whose floats are one run. Returns each run's step, and where runs start."""
     first = np.flatnonzero(np.diff(at, prepend=-1))
     return at[first], np.append(first, len(at)) * dim
 
 
 def is_calm(before: list[float], now: list[float]) -> bool:
-    """Whether an update of Adam cannot grow against its weight between two steps; lists of a step's numbers."""
+    """Whether Adam's update cannot grow relative to its weight between two steps. Takes lists of a step's numbers."""
     rate, rate_before = -now[RATE], -before[RATE]
     if not (
         now[DECAY] == 0

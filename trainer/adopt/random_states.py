@@ -24,13 +24,13 @@ from rowcast.runtime.errors import ConfigError
 
 States = dict[str, Any]  # of generators of random numbers, by name
 StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
-MOST_PARTS = 1000  # of a loader that are looked through for generators
+MOST_PARTS = 1000  # of a loader that are searched for generators
 NO_LOOP = -1  # of `skip`: the loop is not one that saves go on in
 NUMPY = "numpy.random"
 
 
 def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, StateOf]]:
-    """The generators that loader and step may share, by name. `owned`: the loader's own."""
+    """Returns the generators that loader and step may share, by name. `owned`: the loader's own."""
     named = {"torch": torch.default_generator}
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
@@ -44,7 +44,7 @@ def generators_of(owned: Sequence[torch.Generator]) -> Iterator[tuple[str, State
 
 
 def owned_by(batches: Any) -> list[torch.Generator]:
-    """The generators of a loader, and of all that it is made of: samplers, what wraps it, data sets."""
+    """Yields the generators of a loader and of its parts: samplers, wrappers, data sets."""
     generators: list[torch.Generator] = []
     seen, left = set[int](), [batches]
     while left and len(seen) < MOST_PARTS:
@@ -59,7 +59,7 @@ def owned_by(batches: Any) -> list[torch.Generator]:
 
 
 def refuse_begun(batches: Any) -> None:
-    """Raises ConfigError for what has begun its loader before the loop begins: it may have drawn already."""
+    """Raises ConfigError for an iterator made before the loop begins: it may have drawn numbers already."""
     if isinstance(batches, enumerate | zip | map | filter | _BaseDataLoaderIter):
         name = type(batches).__name__
         raise ConfigError(
@@ -146,7 +146,7 @@ class Loops:
 
 
 def packed(states: States) -> States:
-    """In tensors, numbers and text."""
+    """Returns a state as tensors, numbers and text."""
     of_numpy = states.get(NUMPY)
     if of_numpy is None:
         return states

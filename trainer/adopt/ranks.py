@@ -65,7 +65,7 @@ class GroupCollectives(TorchCollectives):
         return super()._broken(error)
 
     def gather(self, given: Tensor, what: str) -> Tensor:
-        """Returns what each rank gives, [ranks, ...], of one shape."""
+        """Returns what each rank passed, [ranks, ...], all of one shape."""
         self.doing = what
         self.num_exchanges += 1
         taken = given.new_empty(self._rank.count * given.numel())
@@ -102,13 +102,14 @@ class GroupRanks:
         self.collectives = GroupCollectives(self.rank, timeout.total_seconds(), private)
         self.exchanges = Exchanges(self.collectives, lambda lap: None)
         self.streams = adopted_streams(device)
-        self._added_up = WeakIdKeyDictionary()  # dense weights that are to be the same on all ranks
+        self._added_up = WeakIdKeyDictionary()  # dense weights that must be the same on all ranks
         self._dense_weights = DenseWeights(lambda weight: weight in self._added_up)
         MADE.append(self.collectives)
         self.coming = ComingRows(self.rank, self.gather)
 
     def begin_step(self, dense: Iterable[Tensor]) -> None:
-        """`dense`: weights that the step adds up. Raises ConfigError if they have come apart in an earlier one."""
+        """`dense`: weights whose gradients the step sums. Raises ConfigError if ranks differ in them after an earlier
+        step."""
         self.train_steps = self._num_begun
         if self.train_steps.bit_count() == 1:  # often at first: a first step may have a learning rate of 0
             self._dense_weights.compare(self.gather, self.train_steps)
@@ -126,10 +127,10 @@ class GroupRanks:
     def exchange(
         self, facts: Tensor, given: Sequence[Tensor], sizes_of: Callable[[Tensor], Tensor], what: str
     ) -> tuple[Tensor, list[Sequence[Tensor]]]:
-        """Returns of each rank its facts, i64 [ranks, n] on the host, and its m tensors of bytes. `facts`: i64 [n].
-        `sizes_of` makes of those of all ranks the sizes, i64 [ranks, m].
+        """Returns each rank's facts, i64 [ranks, n] on the host, and its m tensors of bytes. `facts`: i64 [n].
+        `sizes_of` computes their sizes, i64 [ranks, m], from the facts of all ranks.
 
-        Tensors travel with the facts, as far as there is room: after them only if those of a rank have none."""
+        Tensors travel with the facts if there is room on every rank, and otherwise after them."""
         flat, begin = torch.cat([each.to(self.device) for each in given]), facts.nbytes
         first = padded(torch.cat([facts.view(torch.uint8), flat]), begin + self._room)
         taken = self.collectives.gather(first, f"sizes of {what}")
@@ -150,7 +151,7 @@ def padded(flat: Tensor, size: int) -> Tensor:
 
 
 def rank_and_count() -> tuple[int, int]:
-    """Of the script's ranks: 0 of 1 before it has made a process group."""
+    """Returns this rank and the number of ranks: 0 and 1 before the script has made a process group."""
     is_divided = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if is_divided else (0, 1)
 
@@ -167,7 +168,7 @@ def ranks_of(group: dist.ProcessGroup, device: torch.device) -> GroupRanks:
 
 @atexit.register
 def leave_broken() -> None:
-    """Ends the process at once if it lost a rank: else it would wait for that one until the group's own time-out."""
+    """Ends the process at once if it lost a rank; otherwise it would wait until the group's own time-out."""
     if any(collectives.leaves_work for collectives in MADE):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -189,7 +190,7 @@ class Coming(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ComingRows:
-    """The rows of coming batches, which ranks of one host tell each other before they look them up.
+    """The rows of coming batches, which ranks of one host send each other before they look them up.
 
         announced    the rows of a rank's coming batch that trains go to each other rank, with its number: how many such
                      batches the rank has begun before it
@@ -199,8 +200,8 @@ class ComingRows:
                      are of one step
 
     Lists are hints: what comes late or is lost is dropped, and a wrong number is a wrong hint. Such rows are fetched
-    once their gradients have come, so no bit depends on a list. A thread of zmq carries them from rank to rank, and a
-    list that a rank has no room for is dropped. Nobody waits for one, but for WAIT_S when a loop over a loader begins.
+    once their gradients have come, so no bit depends on a list. A thread of zmq carries lists from rank to rank, and
+    drops those for which a rank has no room. A rank waits for lists only when a loop over a loader begins, for WAIT_S.
     Call everything from one thread at a time."""
 
     def __init__(self, rank: Rank, gather: Callable[[bytes], list[bytes]]) -> None:
@@ -253,7 +254,7 @@ class ComingRows:
                     yield name, np.frombuffer(rows, np.int64, len(rows) // 8)
 
     def await_lists(self, ahead: int) -> None:
-        """Waits until the other ranks of this host have told of the step, at most WAIT_S: all have just begun to read.
+        """Waits, at most WAIT_S, until the other ranks of this host have sent their lists: all have just begun to read.
         `ahead`: as in `tell`."""
         end_s = time.monotonic() + WAIT_S
         while any(self._place(rank, ahead) not in self._lists for rank in self._near):
@@ -263,11 +264,11 @@ class ComingRows:
             self._receive()
 
     def _place(self, rank: int, ahead: int) -> tuple[int, int]:
-        """Returns the rank, and its number of the batch that is of one step with this rank's."""
+        """Returns the rank, and its number of the batch in the same step as this rank's."""
         return rank, self.num_begun + ahead + self._begun[rank] - self._begun[self.rank.number]
 
     def compare(self, begun: Sequence[int]) -> None:
-        """The ranks are at one step, and have begun as many batches."""
+        """Called with all ranks at one step, and the number of batches that each has begun."""
         self._begun = [*begun]
         self._lists = {key: rows for key, rows in self._lists.items() if self._is_near(*key)}
 
@@ -308,10 +309,10 @@ BEGAN_APART = (
 class DenseWeights:
     """What the torch.optim optimizers of this rank have trained since the last comparison.
 
-    Dense weights of ranks stay equal only if all begin alike and add up their gradients."""
+    Dense weights of ranks stay equal only if all ranks begin with equal weights and sum their gradients."""
 
     def __init__(self, counts: Callable[[Tensor], bool]) -> None:
-        """`counts`: whether a weight that an optimizer steps now shall be the same on all ranks."""
+        """`counts`: whether a weight that an optimizer steps now must be the same on all ranks."""
         self._counts = counts
         self._optimizers = WeakSet[Optimizer]()
         self._weights = dict[Tensor, tuple[str, str]]()  # where it is, and its checksum before the step

@@ -1,4 +1,4 @@
-"""Reads the batches of a script ahead, as its own loader makes them, and tells the engine the rows of their look-ups.
+"""Reads a script's batches ahead, as its own loader makes them, and announces the rows of their look-ups to the engine.
 
 script                         AheadSource                               engine (Sink)
 ------                         ------                                    -------------
@@ -8,13 +8,13 @@ for batch in loader:  <------- batch k      reads k + 1 ... k + depth    announc
 
 With `ids=` the script's own function gives all rows of a batch, in place of a program (`GIVEN`).
 
-The script sees the random state that it has un-adopted: what reading ahead draws from a generator of this process is
-put back until the batch is handed over. If the step draws from the same generator, batches read ahead are wrong, and
-the run is refused before one of them is used.
+The script sees the random state that it would have un-adopted: what reading ahead draws from a generator of this
+process is put back until the batch is handed over. If the step draws from the same generator, batches read ahead are
+wrong, and the run is refused before one of them is used.
 
-A script may hold batches back: its loop is then some batches ahead of its steps. A look-up belongs to the batch with
-its ids as a hint, or from which it was computed. Others belong to the batch of the look-up before, or else to the
-oldest one without look-ups. A batch's first look-up ends those that the same loop has had before.
+A script may hold batches back, so its loop may be some batches ahead of its steps. A look-up belongs to the batch whose
+hint has its ids, or from which they were computed; failing that to the batch of the previous look-up, or to the oldest
+one without look-ups. A batch's first look-up ends the earlier batches of the same loop.
 """
 
 import os
@@ -40,7 +40,7 @@ from rowcast.trainer.adopt.id_program import Leaves, Program, Recorder, TableKey
 from rowcast.trainer.adopt.random_states import LoopedLoader, States, generators_of, owned_by
 from rowcast.trainer.adopt.records import distinct_rows
 
-MOST_FORMS = 64  # of batches; a script with more makes each batch of another form
+MOST_FORMS = 64  # of batches; a script with more gives nearly each batch a new form
 MISTAKES = 3  # batches in succession of which a look-up was not foreseen: the program is recorded anew
 RECORDINGS = 2  # of a form, until it stays on demand
 MOST_TURNS = 16  # a batch is looked up before the script has asked for this many more, or never
@@ -55,7 +55,7 @@ NO_LEAVES = Leaves((), ())
 @dataclass(frozen=True, kw_only=True)
 class Announced:
     number: int  # counts the announced batches
-    source: int  # each loop over a loader is one; the order of batches is known within it alone
+    source: int  # each loop over a loader is one; batches have an order only within it
     rows: Mapping[TableKey, npt.NDArray[np.int64]]  # distinct, ascending, within the table
     trains: bool  # some look-up takes gradients; otherwise an evaluation
 
@@ -69,7 +69,7 @@ class Sink(Protocol):
         """The first look-up of an announced batch has come."""
 
     def abandon(self, number: int) -> None:
-        """The announced batch was not looked up and will not be."""
+        """The announced batch has not been looked up and will not be."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Form:
 
     @property
     def waits(self) -> bool:
-        """Whether its next batch will tell the ids of others."""
+        """Whether its next batch will show how to find the ids of others."""
         return self.program is None and self.recordings < RECORDINGS
 
 
@@ -90,7 +90,7 @@ GIVEN = Form(recordings=RECORDINGS)  # of batches whose rows the script gives
 
 
 def no_ids(batch: Any) -> Mapping[TableKey, npt.NDArray[np.int64]]:
-    """The script gives none."""
+    """Gives no ids: the script has no function for them."""
     return {}
 
 
@@ -107,7 +107,7 @@ class BatchRead:
     form: Form = field(default_factory=Form)
     number: int | None = None  # set while it is announced
     program: Program | None = None  # that gave the hints
-    hints: dict[TableKey, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has met
+    hints: dict[TableKey, list[Tensor | Unknown]] = field(default_factory=dict)  # those that no look-up has matched
     recorder: Recorder | None = None
     given: Mapping[TableKey, npt.NDArray[np.int64]] = field(default_factory=dict)
     is_left: bool = False  # the script has dropped its source
@@ -135,13 +135,13 @@ class ReadAheadCounts:
 
 
 class ReadAhead:
-    """Reads the loaders of one adoption ahead; between `open` and `close` every DataLoader by itself."""
+    """Reads the loaders of one adoption ahead: between `open` and `close` every DataLoader, without being asked."""
 
     def __init__(self, depth: int, sink: Sink) -> None:
         """depth: batches that are read ahead of the script's."""
         self.depth, self.sink, self.counts = depth, sink, ReadAheadCounts()
         self.is_closed = False
-        self.is_apart = False  # the script reads in another thread than the steps', which may draw at any time
+        self.is_apart = False  # the script reads in a thread of its own, while steps may draw at any time
         self.readers: set[int] = set()  # threads that take a batch
         self.arrived: deque[tuple[AheadSource, BatchRead, int]] = deque()  # of another thread, and which
         self.thread = threading.get_ident()  # of the steps
@@ -177,7 +177,7 @@ class ReadAhead:
         Tensor.tolist = tolist  # type: ignore[method-assign, assignment]
 
     def close(self) -> None:
-        """Loaders are read as before; batches that were read ahead still come, and the engine hears no more of them."""
+        """Stops reading ahead. Batches that were read ahead still come, but are no longer announced to the engine."""
         self.shut()
         with self.paused():
             for source in self._sources:
@@ -187,7 +187,7 @@ class ReadAhead:
                 self.settle(read)
 
     def shut(self) -> None:
-        """For an engine that is gone: from any thread, at any time."""
+        """Called when the engine is gone, from any thread at any time."""
         DataLoader.__iter__ = self._plain_iter  # type: ignore[method-assign]
         Tensor.tolist = self._plain_tolist  # type: ignore[method-assign, assignment]
         self.is_closed = True
@@ -204,7 +204,8 @@ class ReadAhead:
         return read
 
     def ahead_calls(self, function: Callable[[], Any], give_ids: GiveIds = no_ids) -> Callable[[], Any]:
-        """For a script that calls `function` for each batch: the same, called ahead. An exception ends nothing."""
+        """Returns the same function, called ahead, for a script that calls it for each batch. An exception ends
+        nothing."""
         source: Callable[[], Any] = getattr(self.source(function, give_ids), "__next__", function)
         return source
 
@@ -259,7 +260,7 @@ class ReadAhead:
             if table in batch.given and np.isin(host.numpy(), batch.given[table]).all():
                 return batch, "foreseen"
             if batch.source == read.source and read.program is None:
-                continue  # ids that many batches share would make it the turn of one that has hints
+                continue  # ids that many batches share would match the wrong batch's hints
             for at, hint in enumerate(batch.hints.get(table, ())):
                 if isinstance(hint, Tensor) and hint.dtype == host.dtype and torch.equal(hint, host):
                     del batch.hints[table][at]
@@ -275,7 +276,7 @@ class ReadAhead:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Operations within are not the step's, and are not recorded. Nor are those of another thread."""
+        """Does not record operations within: they are not the step's. Nor are those of another thread."""
         if threading.get_ident() != self.thread:
             yield
             return
@@ -293,7 +294,7 @@ class ReadAhead:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """Loaders within are not read ahead."""
+        """Does not read loaders within ahead."""
         self.readers.add(threading.get_ident())
         yield
         self.readers.discard(threading.get_ident())
@@ -350,7 +351,7 @@ class ReadAhead:
         self.sink.announce(Announced(number=read.number, source=read.source, rows=rows or read.given, trains=trains))
 
     def hand_over(self, read: BatchRead, *, records: bool) -> None:
-        """The script gets the batch."""
+        """Hands the batch to the script."""
         for left in [batch for batch in self._open if batch.is_left]:
             self.settle(left)
         if read.form.waits and records:
@@ -359,7 +360,7 @@ class ReadAhead:
         self._open.append(read)
 
     def settle(self, read: BatchRead) -> None:
-        """The step of a batch is over, or a later batch has its step."""
+        """Called when the step of a batch is over, or a later batch has its step."""
         if read not in self._open:
             return
         self._open.remove(read)
@@ -373,7 +374,7 @@ class ReadAhead:
         elif program is not None and read.look_ups and not program.look_ups:
             form.program = None
         elif program is not None and read.look_ups and read.program is program:
-            # a hint that no look-up met, such as of an evaluation within the first step, is wrong too
+            # an unmatched hint is wrong too, such as one of an evaluation within the first step
             left = (key.name for key, hints in read.hints.items() if any(isinstance(ids, Tensor) for ids in hints))
             wrong = read.wrong or next(left, "")
             form.mistakes = form.mistakes + 1 if wrong else 0
@@ -483,7 +484,7 @@ class AheadSource(Iterator[Any]):
             self._batches.close()
 
     def leave(self) -> None:
-        """The script is through with these batches, as far as the engine is concerned."""
+        """Ends these batches for the engine: the script will not look them up any more."""
         self._reading.departed.append(([*self._queue], [*self._given]))
         self._given.clear()
 
@@ -538,16 +539,16 @@ class AheadSource(Iterator[Any]):
                 read.drew = {name: state for name, state in self._states().items() if not is_same(state, before[name])}
                 ahead |= read.drew
                 self._queue.append(read)
-                self._announce()  # other ranks hear of it while this one reads the next
+                self._announce()  # so that it travels to other ranks while this one reads the next
         except BaseException:
-            ahead = states  # an interrupt: nobody knows what was drawn
+            ahead = states  # an interrupt: how much was drawn is unknown
             raise
         finally:
             self._set_states({name: states[name] for name in ahead})
         self._announce()
 
     def _wanted(self) -> int:
-        """How many batches the queue shall hold, with the one that the script gets now."""
+        """Returns how many batches the queue should hold, including the one that the script gets now."""
         if not self._queue:
             return 1
         form = self._queue[0].form

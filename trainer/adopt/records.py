@@ -56,7 +56,7 @@ class Records:
         return self.weights.shape[1] * (1 + len(self.states)) + 1
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Records":
-        """Returns rows of what `change` makes of each tensor."""
+        """Returns rows with each tensor as `change` makes it."""
         return Records(
             change(self.weights), {name: change(state) for name, state in self.states.items()}, change(self.lasts)
         )
@@ -72,12 +72,12 @@ class Records:
             state[index] = rows.states[name]
 
     def has_bits_of(self, others: "Records") -> bool:
-        """Whether weights and states are the same; any NaN is like any other."""
+        """Whether weights and states have the same bits; any NaN equals any other."""
         pairs = [(self.weights, others.weights), *((state, others.states[name]) for name, state in self.states.items())]
         return all(torch.equal(bits_of(values), bits_of(other)) for values, other in pairs)
 
     def joined(self, others: "Records", order: Tensor) -> "Records":
-        """Both one after the other, in `order`, i64 [n]."""
+        """Returns both, concatenated, in `order`, i64 [n]."""
         return Records(
             torch.cat([self.weights, others.weights])[order],
             {name: torch.cat([state, others.states[name]])[order] for name, state in self.states.items()},
@@ -143,7 +143,7 @@ def bits_of(values: Tensor) -> Tensor:
 
 
 def untouched(states: Mapping[str, float | Tensor]) -> Records:
-    """A row that no step has trained, with weights of all sizes: if a step moves any such row, it moves this one.
+    """Returns an untrained row with weights of all magnitudes: a step that moves any untrained row moves this one.
 
     Powers of two are the first to shrink by a factor just below 1, and the values below them the first to grow."""
     sizes = torch.tensor([2.0**power for power in range(-149, 128, 4)], device="cpu")
@@ -158,8 +158,8 @@ _numbers = [np.zeros(0, np.int32)]  # places of the ids that `positions` has had
 
 
 def alone(method: Callable[P, T]) -> Callable[P, T]:
-    """Runs one such method at a time, on whatever thread the script looks up. Rows that are kept must not be tensors of
-    inference mode, in which a script may look up too."""
+    """Runs one such method at a time, on any thread, and outside inference mode: rows that are kept must not be
+    inference tensors, although a script may look up in that mode."""
 
     @wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -216,7 +216,7 @@ class Engine(Protocol):
 
 
 class ChangedRows:
-    """Implements `Engine` in this process's memory: a table's first values, and the rows that were written since."""
+    """Implements `Engine` in this process's memory: a table's first values, and rows written since."""
 
     def __init__(self, first: Records) -> None:
         """`first`: all rows, on the host; never changed."""
@@ -231,7 +231,7 @@ class ChangedRows:
         return self.ids
 
     def forget(self) -> None:
-        """What was written since is elsewhere now."""
+        """Drops the written rows: they are elsewhere now."""
         self.ids = NO_ROWS
         self.rows = self.first.take(NO_ROWS)
 
@@ -250,7 +250,7 @@ class ChangedRows:
 
 
 class RowSet:
-    """Rows of a table of any size; takes memory by those that are in it."""
+    """A set of rows of a table of any size, which takes memory only for its members."""
 
     def __init__(self) -> None:
         self._cells: I64 = np.full(2, EMPTY, np.int64)
@@ -287,7 +287,7 @@ class UnsavedRows:
     """Rows of a table that may have another value than the last save of the script has."""
 
     def __init__(self, num_marks: int) -> None:
-        """`num_marks`: the rows of a table; 0 of a large one, which has a set in their place."""
+        """`num_marks`: the rows of a table; 0 for a large one, which has a set instead."""
         self.steps = 0  # of the optimizer, that the last save has
         self.are_all = True  # also before the first save
         self._marks = np.zeros(num_marks, np.bool_)
@@ -311,7 +311,8 @@ class UnsavedRows:
 
 
 def distinct_rows(size: int, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Ascending, without ids that a table of `size` rows does not have: the look-up will say so. `ids`: [n]."""
+    """Returns distinct ids, ascending, without those outside a table of `size` rows, which the look-up refuses. `ids`:
+    [n]."""
     if size > MARKED * len(ids):
         rows = ids[(ids >= 0) & (ids < size)]
         ordered = np.sort(rows.astype(np.int32 if size <= 1 << 31 else np.int64))  # i32 sorts in half the time
@@ -323,7 +324,8 @@ def distinct_rows(size: int, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[n
 
 @compiled_loop
 def list_distinct(ids: I64, size: int, words: U64, marks: Bytes, distinct: I64) -> int:
-    """Puts them in `found`, and returns how many there are. `marks`: a bit for each row, 0; the bytes of `words`."""
+    """Writes distinct ids to `found`, and returns how many there are. `marks`: a bit for each row, 0; the bytes of
+    `words`."""
     for row in ids:
         if 0 <= row < size:
             marks[row >> 3] |= np.uint8(1 << (row & 7))
@@ -348,7 +350,7 @@ made_here: set[str] = set()  # files of `rowcast.tables`, mapped shared
 
 
 def place_of(weights: Tensor) -> FirstValues | None:
-    """Where a mapped file has these values, f32 [V, D]. None: in no file, or in another order than by rows."""
+    """Returns where a mapped file has these values, f32 [V, D], or None if no file has them in the order of rows."""
     path = weights.untyped_storage().filename
     if not path or weights.stride(1) != 1 or weights.stride(0) < weights.shape[1] or not len(weights):
         return None
@@ -377,14 +379,15 @@ def rows_in(place: FirstValues, num_rows: int) -> F32:
 
 
 def values_at(place: FirstValues, num_rows: int) -> Tensor:
-    """Returns f32 [num_rows, width], which takes no memory. Values on demand are NaN: they come row by row."""
+    """Returns f32 [num_rows, width], which takes no memory. Values on demand are NaN here, because they come row by
+    row."""
     if place.path:
         return torch.from_numpy(rows_in(place, num_rows))
     return alike(math.nan if place.is_on_demand else place.value, (num_rows, place.width), torch.float32)
 
 
 def first_records(places: Mapping[str, FirstValues], num_rows: int) -> Records:
-    """First values of all rows, which have had no step. `places`: of weights and states."""
+    """Returns first values of all rows, before any step. `places`: of weights and states."""
     fields = {name: values_at(place, num_rows) for name, place in places.items()}
     weights, lasts = fields.pop(WEIGHTS), alike(0, (num_rows,), torch.int64)
     if places[WEIGHTS].is_on_demand:
@@ -393,8 +396,8 @@ def first_records(places: Mapping[str, FirstValues], num_rows: int) -> Records:
 
 
 def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns the zeros of a new file, which takes space as they are written. Raises ConfigError if there is too
-    little: a page that finds none ends the process."""
+    """Returns the zeros of a new file, which takes space as it is written. Raises ConfigError if there is too little
+    space: a page that does not fit would end the process."""
     size = math.prod(shape)
     num_bytes, free = size * dtype.itemsize, shutil.disk_usage(path.parent).free
     if num_bytes > free:
@@ -406,5 +409,5 @@ def mapped(path: Path, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def alike(value: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """All elements are `value`; takes no memory."""
+    """Returns a tensor with `value` everywhere, which takes no memory."""
     return torch.full([1] * len(shape), value, dtype=dtype, device="cpu").expand(*shape)

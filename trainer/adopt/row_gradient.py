@@ -4,9 +4,9 @@
     values   [n, D]    theirs
     rest     [1, D]    the value of each other row: zero, unless the script has changed all of them
 
-An operation on single values runs on `values` and once on `rest`, so each row has torch's bits. An index adds the rows
-that it names. Whatever else reads the gradient reads a copy of all rows. What would change all rows is refused, at once
-or when an optimizer steps.
+An elementwise operation runs on `values` and once on `rest`, so each row has torch's bits. An index adds the rows that
+it names. Any other use reads a copy of all rows. A write that would change all rows is refused, at once or when an
+optimizer steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,12 +33,12 @@ def words(text: str) -> frozenset[str]:
 
 
 def attribute_of(func: Callable[..., Any]) -> str:
-    """The attribute that a function gets, sets or deletes, or ""."""
+    """Returns the attribute that a function gets, sets or deletes, or ""."""
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     return str(func.__self__.__name__) if is_access else ""  # type: ignore[attr-defined]
 
 
-# operations on single values with the same bits at any place of an array, by their names in ATen; with "_" behind it,
+# elementwise operations with the same bits at any place of an array, by their names in ATen; with "_" appended,
 # each changes its first argument
 BY_VALUE = words(
     """add sub rsub mul div neg abs pow sqrt rsqrt reciprocal sign sgn exp clamp clamp_min clamp_max maximum minimum
@@ -87,7 +87,7 @@ class Rows:
 
     @property
     def is_by_rows(self) -> bool:
-        """Whether all rows beside `ids` are zero."""
+        """Whether all rows except `ids` are zero."""
         return len(self.ids) == self.num_rows or not bool(self.rest.any())
 
     def whole(self) -> Tensor:
@@ -166,7 +166,7 @@ class RowGradient(Tensor):
         if name in SUMS and rows.is_by_rows and rows.num_rows * rows.values.shape[1] > MOST_COPIED:
             say_of_sums()
             return func(rows.values[rows.values.any(1)], *args[1:], **kwargs)  # whatever rows were foreseen
-        if name.endswith("_") or func.is_view:  # a view that an operation is made of may be for a write
+        if name.endswith("_") or func.is_view:  # a view that an operation takes may be written to
             raise refused(rows, f"{name} of it is none of the operations that go by rows")
         return func(*tree_map(copied, args), **tree_map(copied, kwargs))
 
@@ -196,7 +196,7 @@ def say_of_sums() -> None:
 
 
 class Varies(Exception):
-    """The rows that are not looked up would have different values."""
+    """Raised if rows that are not looked up would get different values."""
 
 
 def by_value(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
@@ -237,7 +237,7 @@ def is_of_rows(leaf: Any, rows: Rows) -> bool:
 
 
 def rest_of(func: Any, leaves: list[Any], spec: Any, changes: bool, rows: Rows, ids: Tensor) -> Tensor:
-    """Returns what the operation makes of each row beside `ids`, which no gradient has, [1, D]. Raises Varies."""
+    """Returns the operation's result for each row that no gradient has, [1, D]. Raises Varies."""
     if any(isinstance(leaf, Tensor) and leaf.dim() > 2 for leaf in leaves):
         raise Varies
 
@@ -271,7 +271,7 @@ def rest_of(func: Any, leaves: list[Any], spec: Any, changes: bool, rows: Rows, 
 
 
 def onto_plain(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
-    """Changes a tensor [V, D] of the script by a gradient."""
+    """Applies an operation with a gradient to a tensor [V, D] of the script."""
     target = args[0]
     if name in ADDS and rows.is_by_rows and target.shape[0] == rows.num_rows:
         chosen = target[rows.ids]
@@ -284,7 +284,7 @@ def onto_plain(func: Any, name: str, rows: Rows, args: Any, kwargs: Any) -> Any:
 def of_each(func: Any, args: Any, kwargs: Any) -> Any:
     """An operation over lists, such as torch._foreach_mul_."""
     name = func.overloadpacket.__name__
-    if name.startswith("_amp_foreach_"):  # finds what is not finite, and scales: zeros stay
+    if name.startswith("_amp_foreach_"):  # looks for values that are not finite, and scales; zeros stay
         return func(*tree_map(looked_up, args), **kwargs)
     base = name.removeprefix("_foreach_")
     one = getattr(torch.ops.aten, "linalg_vector_norm" if base == "norm" else base)
@@ -351,7 +351,7 @@ def split(index: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def is_basic(first: Any) -> bool:
-    """Whether torch makes a view of it. A tensor without dimensions counts as a number."""
+    """Whether torch returns a view for this index. A tensor without dimensions counts as a number."""
     return isinstance(first, int | slice) or (
         isinstance(first, Tensor) and not first.dim() and first.dtype != torch.bool
     )
@@ -373,7 +373,7 @@ def ids_of(first: Any, num_rows: int, device: torch.device) -> Tensor:
 
 
 class ReadOnly(Tensor):
-    """A copy of all rows where torch would give a view, which a script may write: a write is refused."""
+    """A copy of all rows where torch would give a view. Writes to it are refused, because they would be lost."""
 
     @classmethod
     def __torch_function__(

@@ -1,7 +1,7 @@
 """Rows of an adopted table between their home and a step of the script.
 
-A table's home is its first values, and rows that have changed since. From the second step on these are the engine's;
-before it is known what the optimizer keeps of a row, they are here.
+A table's home is its first values, and rows that have changed since. From the second step on the engine holds both.
+Before that they are here, because the optimizer's state of a row is not known yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +49,7 @@ class Home:
         """`weights`: f32 [V, D] on the host, the script's first values, or with `first`, which names them. `folder`:
         for files of whole tables. `leave_engine`: makes all tables leave the engine."""
         self.name, self.folder = name, folder
-        self.is_trained = self.is_sealed = False  # sealed: a look-up has come since an array was handed to NumPy
+        self.is_trained = self.is_sealed = False  # sealed: a look-up has come since NumPy got an array
         self.device = weights.device  # where the script has the table
         self.steps_replayed = 0  # that rows have missed and had later
         self.log = StepLog(Optimizer)  # steps that rows may have missed; none before there is an optimizer
@@ -84,7 +84,7 @@ class Home:
 
     @alone
     def read(self, ids: Tensor) -> Records:
-        """Returns copies, with all steps. `ids`: i64 [n], distinct, ascending."""
+        """Returns copies after all steps. `ids`: i64 [n], distinct, ascending."""
         self.take_back()
         return self._caught_up(self.rows.read(ids))
 
@@ -120,17 +120,17 @@ class Home:
 
     @property
     def is_large(self) -> bool:
-        """Whether nothing takes memory or disk by its rows, unless the script reads it whole."""
+        """Whether memory and disk do not grow with its rows, unless the script reads it whole."""
         return is_large(len(self.here.first.lasts)) or self.is_on_demand
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether rows have their first values by a rule or from released files, and are nowhere as a whole."""
+        """Whether first values come from a rule or released files, so that the table is nowhere stored whole."""
         return self.places[WEIGHTS].is_on_demand
 
     @property
     def origin(self) -> str:
-        """What decides first values that come on demand; "" of others."""
+        """What decides first values that come on demand; "" for other tables."""
         place = self.places[WEIGHTS]
         if place.released is None:
             return str(place.rule or "")
@@ -147,7 +147,7 @@ class Home:
 
     @alone
     def refresh(self, field: WholeField) -> None:
-        """Brings the field's array up to date: rows that may have another value are read, those that have are written.
+        """Brings the field's array up to date: reads rows that may differ, and writes those that do.
         Raises RowcastError if the array was changed unseen."""
         self.take_back()
         if self.is_sealed and field.is_changed_unseen():
@@ -169,7 +169,7 @@ class Home:
         field.note_left()
 
     def refuse_whole(self) -> None:
-        """Raises ConfigError for a table whose rows are nowhere as a whole."""
+        """Raises ConfigError for a table that is nowhere stored whole."""
         if self.is_on_demand:
             comes = "that a rule makes" if self.places[WEIGHTS].rule else "of released files, which are read"
             raise ConfigError(
@@ -179,13 +179,13 @@ class Home:
             )
 
     def _follow_moves(self) -> None:
-        """From now on it is noted which rows a step moves without a gradient."""
+        """Begins to note which rows a step moves without a gradient."""
         if not len(self._is_moving):
             self._is_moving = np.zeros(len(self.here.first.lasts), np.bool_)
             self._is_moving[self.rows.trained().numpy()] = True
 
     def _changed(self, field: WholeField) -> Tensor:
-        """Rows that may have another value than in the array, i64 [n] ascending."""
+        """Returns the rows whose values may differ from the array, i64 [n] ascending."""
         if field.steps != self.log.steps:
             field.is_stale |= self._is_moving if self._is_at_rest() else True
         stale = np.flatnonzero(field.is_stale)
@@ -193,7 +193,7 @@ class Home:
         return torch.from_numpy(stale)
 
     def _is_at_rest(self) -> bool:
-        """Whether steps have not moved a row that was never trained."""
+        """Whether steps have left untrained rows unmoved."""
         if self._at_rest is None:
             return False
         now, first = self._at_rest
@@ -202,7 +202,7 @@ class Home:
 
     @alone
     def repoint(self, tensor: Tensor) -> WholeField:
-        """The table has the rows of a tensor of the script, f32 [V, D], and its memory is that of the whole table from
+        """Gives the table the rows of a tensor of the script, f32 [V, D], whose memory is that of the whole table from
         now on. Returns the field."""
         given: WholeField | None = getattr(tensor, "field", None)
         if (
@@ -245,7 +245,7 @@ class Home:
         return self.columns()
 
     def _is_here(self) -> bool:
-        """Whether the first weights are in a file that is gone when the script starts again."""
+        """Whether the first weights are in a file that does not outlive the script."""
         path = self.places[WEIGHTS].path
         return Path(path).is_relative_to(self.folder) or (path in made_here and not self.is_large)
 
@@ -272,7 +272,7 @@ class Home:
         return self.log.steps != since and not self._is_at_rest()
 
     def changed_rows(self) -> Tensor:
-        """Rows that may have another value than `first_values` name, i64 [n] ascending."""
+        """Returns the rows whose values may differ from those that `first_values` name, i64 [n] ascending."""
         if not self.first_values():
             return torch.arange(len(self.here.first.lasts), device="cpu")
         rule = self.places[WEIGHTS].rule
@@ -280,7 +280,7 @@ class Home:
         return torch.from_numpy(np.union1d(self.rows.trained().numpy(), np.array(padding, np.int64)))
 
     def unsaved_rows(self) -> Tensor:
-        """Rows that may have another value than the last save has, i64 [n] ascending."""
+        """Returns the rows whose values may differ from the last save, i64 [n] ascending."""
         if self.unsaved.are_all or self._all_have_moved(self.unsaved.steps):
             return torch.arange(len(self.here.first.lasts), device="cpu")
         rows = self.unsaved.ids()
@@ -294,8 +294,8 @@ class Home:
 
     @alone
     def restore(self, places: dict[str, FirstValues], ids: Tensor, rows: Records) -> None:
-        """The table has the rows of a save, at no step of an optimizer that has yet to begin. `places`: of the first
-        values of weights and states. `rows`: those with others, of `ids`, i64 [n] ascending."""
+        """Gives the table the rows of a save, before an optimizer begins. `places`: of the first values of weights and
+        states. `rows`: those with other values, of `ids`, i64 [n] ascending."""
         self.take_back()
         self._leave_engine()
         first = first_records(places, len(self.here.first.lasts))
@@ -309,7 +309,7 @@ class Home:
 
     @alone
     def go_on(self, first: Mapping[str, float], log: StepLog) -> None:
-        """An optimizer begins with the states of a save. `first`: their values in a row that was never trained."""
+        """Lets an optimizer begin with the states of a save. `first`: their values in a row that was never trained."""
         self.is_trained, self.is_restored, self.log = True, False, log
         self._at_rest = untouched(first), untouched(first)
         if len(self._is_moving):
@@ -354,7 +354,7 @@ class Home:
         self._at_rest = None if has_other else (untouched(first), untouched(first))
 
     def begin(self, first: Records, places: dict[str, FirstValues]) -> None:
-        """The table has these rows, and none has changed since."""
+        """Begins with these rows, of which none has changed since."""
         for path in (Path(place.path) for place in self.places.values()):
             if path.parent == self.folder:  # while it is mapped, only its name goes; the script's files stay
                 path.unlink(missing_ok=True)
@@ -371,7 +371,7 @@ class Home:
 
     @alone
     def leave(self) -> None:
-        """Leaves the engine, with the rows as they are; of a large table those that were trained."""
+        """Leaves the engine with the current rows; of a large table with the trained ones."""
         if self.rows is not self.here and self.is_large:
             ids = self.rows.trained()
             self.here.ids, self.here.rows = ids, self._copied_rows(ids)
@@ -380,7 +380,7 @@ class Home:
             self.begin(*self._copied(lambda rows: rows))
 
     def seal(self) -> None:
-        """A look-up comes: until then, what others do to an array counts."""
+        """Called when a look-up comes: until then, what others write to an array counts."""
         self.take_back()
         self.is_sealed = True
 
@@ -411,7 +411,7 @@ class Home:
             self._is_moving[:] = True
 
     def _copied(self, made: Callable[[Records], Records]) -> tuple[Records, dict[str, FirstValues]]:
-        """Copies what is made of all rows to new files. Returns the rows, and where they are."""
+        """Copies all rows, as they are computed, to new files. Returns the rows and their places."""
         rows, places = self._room(len(self.here.first.lasts))
         for at in range(0, len(rows.lasts), BLOCK_ROWS):
             ids = torch.arange(at, min(at + BLOCK_ROWS, len(rows.lasts)), device=self.device)
@@ -419,7 +419,7 @@ class Home:
         return rows, places
 
     def _copied_rows(self, ids: Tensor) -> Records:
-        """Copies some rows to new files without a name. `ids`: i64 [n] ascending."""
+        """Copies some rows to new files without names. `ids`: i64 [n] ascending."""
         if not len(ids):
             return self.here.first.take(ids)
         rows, places = self._room(len(ids))
@@ -431,7 +431,7 @@ class Home:
         return rows
 
     def _room(self, num_rows: int) -> tuple[Records, dict[str, FirstValues]]:
-        """Returns new files for records, and where they are."""
+        """Returns new files for records, and their places."""
         first, places = self.here.first, dict[str, FirstValues]()
 
         def room(name: str, like: Tensor) -> Tensor:
@@ -448,7 +448,7 @@ class Home:
         return tensor.copy_(value)
 
     def columns(self) -> tuple[FirstValues, ...]:
-        """How an engine finds the first values of this table's records."""
+        """Returns where an engine finds the first values of this table's records."""
         first = self.here.first
         fields = {WEIGHTS: first.weights, **first.states}
         steps = FirstValues(width=1)
@@ -461,7 +461,7 @@ class Home:
         return self.places.get(field) or FirstValues(width=values.shape[1], value=float(values[0, 0]))
 
     def new_file(self, field: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[FirstValues, Tensor]:
-        """Returns the place of a file of zeros, and the tensor that it is mapped to."""
+        """Returns the place of a new file of zeros, and the tensor that maps it."""
         self._num_files += 1
         path = self.folder / f"{self.name}.{field}.{self._num_files}"
         return FirstValues(width=shape[-1], path=str(path)), mapped(path, shape, dtype)

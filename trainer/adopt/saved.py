@@ -1,7 +1,7 @@
-"""Saves an adopted script as a run, and goes on from there.
+"""Saves an adopted script as a run, and restores it.
 
-    objects        tried and packed: numbers, text and tensors; adopted tables and their states are left out
-    rows           those that may have another value than in the last save: caught up, and returned to the prefetcher
+    objects        checked and packed: numbers, text and tensors, without adopted tables and their states
+    rows           those that may differ from the last save: caught up, and returned to the prefetcher
     prefetcher     freezes them and writes a checkpoint as those of job runs (`prefetcher/run/script.py`)
 
 The model state of such a checkpoint, as safetensors:
@@ -60,14 +60,14 @@ OBJECTS_FILE, ROWS_FILE, LOG = "objects.safetensors", "rows.safetensors", "expor
 
 
 def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> None:
-    """Saves an adopted script between two steps as a checkpoint of the run in `folder`, which is durable then.
+    """Saves an adopted script between two steps as a checkpoint of the run in `folder`. It is durable on return.
 
     objects: the model, optimizers, schedules, averages: whatever has state_dict and load_state_dict, of numbers, text
     and tensors. step: of the script, above that of earlier saves. keep: checkpoints; older ones are removed. On several
     ranks all call it, and rank 0 writes.
 
     Raises ConfigError for objects that cannot be saved, gradients that no optimizer has stepped, and a folder of
-    another run; RowcastError if the disk fails: the save before stays, and the script may go on and save again."""
+    another run; RowcastError if the disk fails: the previous save stays, and the script may go on and save again."""
     doors = adopted("save")
     for table in tables_of(doors).values():
         if table.grad is not None and not table.is_stepped:
@@ -120,8 +120,8 @@ def save(folder: str | Path, *objects: Stateful, step: int, keep: int = 2) -> No
 
 
 def restore(folder: str | Path, *objects: Stateful) -> int:
-    """Brings tables, objects and random states to the newest checkpoint of `save` in the folder. Call it after `adopt`,
-    with the objects that were saved, in their order, before the first step. Returns its step; 0 if there is none.
+    """Restores tables, objects and random states from the newest checkpoint of `save` in the folder. Call it after
+    `adopt` and before the first step, with the saved objects in their order. Returns its step, or 0 if there is none.
 
     Raises ConfigError if the run is of a job, or has other tables or objects; DataError if it is damaged."""
     doors = adopted("restore")
@@ -159,7 +159,7 @@ def restore(folder: str | Path, *objects: Stateful) -> int:
 
 
 def gathered(content: bytes, device: torch.device) -> list[bytes]:
-    """What each rank passes to the same call. `device`: for what travels."""
+    """Returns what each rank passed to the same call. `device`: of the tensors that travel."""
     if rank_and_count()[1] == 1:
         return [content]
     assert dist.group.WORLD is not None, "it is initialised"
@@ -208,8 +208,8 @@ def saved_table(home: Home) -> SavedTable:
 
 
 def naming(script: SavedScript, homes: Sequence[Home], last: SavedScript | None) -> SavedScript:
-    """The same with names of first values, where there are any. `last`: the save that this one goes on from, whose
-    names stay; released files may be in another folder by now."""
+    """Returns the table with names of its first values, if any. `last`: the save that this one continues, whose names
+    stay, although released files may be in another folder by now."""
     tables = [
         table if last is not None and not home.is_on_demand else structs.replace(table, first=home.first_values())
         for table, home in zip((last or script).tables, homes, strict=True)
@@ -218,8 +218,8 @@ def naming(script: SavedScript, homes: Sequence[Home], last: SavedScript | None)
 
 
 def given_again(saved: SavedTable, home: Home, folder: str | Path) -> tuple[FirstValues, ...]:
-    """Names of first values, with released files where the script has them now. Raises ConfigError if they are others
-    than those of the save."""
+    """Returns names of first values, with released files where the script has them now. Raises ConfigError if they
+    differ from those of the save."""
     weights, *others = saved.first or (FirstValues(width=saved.dim),)
     now = home.places[WEIGHTS]
     if weights.released is None and now.released is None:
@@ -262,19 +262,19 @@ def refuse_others(script: SavedScript, tables: Sequence[SavedTable], folder: str
 
 
 class ExportedRows:
-    """Rows of a checkpoint in one safetensors file: all of a table, or those of a large one that its first values have
-    not."""
+    """Rows of a checkpoint in one safetensors file: a whole table, or of a large one the rows that differ from its
+    first values."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._tensors = path, read_header(path)
 
     def place(self, name: str) -> FirstValues:
-        """Where f32 [n, D] are."""
+        """Returns where the field's f32 [n, D] are."""
         tensor = self._tensors[name]
         return FirstValues(width=tensor.shape[1], path=str(self._path), offset=tensor.start)
 
     def ids(self, name: str) -> Tensor:
-        """Returns the numbers of the rows of a large table, i64 [n]; of others none: all rows are there."""
+        """Returns the numbers of a large table's rows, i64 [n]; none for others, which are there whole."""
         tensor = self._tensors.get(name, NO_TENSOR)
         return torch.from_numpy(np.fromfile(self._path, np.int64, tensor.shape[0], offset=tensor.start))
 
@@ -339,7 +339,7 @@ def renamed(structure: dict[str, Any], names: Mapping[str, str]) -> dict[str, An
 
 
 def without_doors(value: Any) -> Any:
-    """A state with a mark for each adopted table and each state of one."""
+    """Returns a state with a mark in place of each adopted table and each of its states."""
     if isinstance(value, TableParameter):
         return {DOOR: [value.table.name, WEIGHTS]}
     if isinstance(value, TableState):

@@ -6,9 +6,9 @@
     write      trained rows: those of the step that has begun to their slots, where the planner expects them; others to
                the prefetcher too
 
-The planner knows of announced steps only. What is written beside them travels between the victims that leave before
-and after (`Sender.send_parcel`), so a later read of the row finds it at home. A row that the prefetcher has read before
-that may still be on its way to a slot: it gets the written values once it is there (`Late`).
+The planner knows of announced steps only. Rows written outside them travel between the victims that leave before
+and after (`Sender.send_parcel`), so a later read finds such a row at home. A row that the prefetcher read earlier
+may still be on its way to a slot: it gets the written values once it is there (`Late`).
 """
 
 from collections import deque
@@ -32,7 +32,7 @@ from rowcast.trainer.step.cache import ArrivedPlan, Step
 from rowcast.trainer.step.engine import TrainerEngine
 
 PARCEL_BYTES = 2**20  # of rows in a message
-MOST_LEAVING = 16  # messages with rows that are not known to be home; a write adds up to as many before it waits
+MOST_LEAVING = 16  # messages with rows that may not be home; a write waits beyond this many
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ComingStep:
     places: list[Place]  # of the tables that have rows
     rows: list[I64]  # of each group, by number, ascending
     trains: bool
-    is_wanted: bool = True  # False: it is passed over
+    is_wanted: bool = True  # False if it is passed over
     slots: list[I64] = field(default_factory=list)  # of each group, once they are known
     late: list[Late] = field(default_factory=list)
 
@@ -138,13 +138,12 @@ class ScriptEngine:
         return self._num_announced - 1
 
     def pass_over(self, number: int) -> None:
-        """The script will not look up this step, or not in its turn: then its rows are read as they are needed."""
+        """Called for a step that the script will not look up in its turn: its rows are then read as they are needed."""
         for step in self._steps:
             step.is_wanted &= step.number != number
 
     def begin(self, number: int) -> None:
-        """Waits until the step's rows are in their slots. Steps before it that are still wanted make it one that is
-        passed over."""
+        """Waits until the step's rows are in their slots. The step is passed over if earlier steps are still wanted."""
         self.finish()
         first_wanted = next((step.number for step in self._steps if step.is_wanted), None)
         if first_wanted != number:
@@ -178,7 +177,7 @@ class ScriptEngine:
         return none, taken(self._fields_of(place), none)
 
     def _gather(self, places: Sequence[Place]) -> None:
-        """Copies the planned rows of these tables, all at once: a call costs more than the rows of a table."""
+        """Copies the planned rows of these tables in one call, which costs more than one table's rows."""
         assert self._current is not None, "a step has begun"
         moves = list[Move]()
         slots = [self._current.arrays[f"{group}.unique_slots"] for group in range(len(self.groups))]
@@ -209,7 +208,7 @@ class ScriptEngine:
         return self._fields[place.index]
 
     def finish(self) -> None:
-        """Ends the step that has begun: its rows may leave."""
+        """Ends the step that has begun, so that its rows may leave."""
         if self._current is not None:
             self._put_back()
             self._engine.loop.finish(self._current, None)
@@ -221,13 +220,13 @@ class ScriptEngine:
     # saves
 
     def begin_save(self) -> None:
-        """Rows that are written from here on are those of the save, until `save`. No step is under way."""
+        """From here on written rows belong to the save, until `save`. Call it between steps."""
         self.finish()
         self._engine.sender.send_parcel(Save(number=self._num_asked, request=b""))
 
     def save(self, request: bytes) -> None:
         """Waits until the checkpoint is durable. `request`: `SaveRequest` as JSON. Raises RowcastError if it cannot be
-        written; then the engine goes on."""
+        written; the engine stays usable."""
         if failure := self._answers_to([Save(number=self._num_asked, request=request)]):
             raise RowcastError(f"save: {failure.decode()}")
 
@@ -264,8 +263,8 @@ class ScriptEngine:
         return place.unpacked(torch.cat([here, asked])[self._index(order)])
 
     def trained(self, place: Place) -> Tensor:
-        """Returns the numbers of the rows that were trained, i64 [n] ascending: those that the prefetcher was given,
-        and those in slots. A few more are among them, which were announced and not trained."""
+        """Returns the numbers of the trained rows, i64 [n] ascending: those returned to the prefetcher, and those in
+        slots. A few of these were announced and not trained."""
         residency = self._residency[place.group]
         held = residency.row_in[residency.is_trained] - place.base
         parts = [held[(held >= 0) & (held < place.num_rows)]]
@@ -303,7 +302,7 @@ class ScriptEngine:
             self._return(place, ids[~is_planned], records[torch.from_numpy(~is_planned)])
 
     def _answer(self, place: Place, ids: I64) -> bytearray:
-        """Returns the rows' records. All that was returned before is home then."""
+        """Returns the rows' records. By then all rows returned earlier are home."""
         self.num_demanded += len(ids)
         size = self._at_once(self.groups[place.group])
         parts = np.split(ids, range(size, len(ids), size))
@@ -351,11 +350,11 @@ class ScriptEngine:
             self._engine.slots.records[group].index_copy_(0, self._index(slots), records)
 
     def _slots_of(self, step: Step) -> list[I64]:
-        """Of each group, in the order of the step's rows."""
+        """Returns the slots of each group, in the order of the step's rows."""
         return [self._host(step.arrays[f"{group}.unique_slots"]) for group in range(len(self.groups))]
 
     def _host(self, slots: Tensor) -> I64:
-        """`slots`: of a plan. Waits for the copy of the plan alone, and not for the script's work."""
+        """`slots`: of a plan. Waits only for the copy of the plan, not for the script's work."""
         copies: list[I64] = []
         self._engine.slots.streams.copy_in.run(lambda: copies.append(slots.cpu().numpy().astype(np.int64)))
         return copies[0]
@@ -365,7 +364,7 @@ class ScriptEngine:
 
     @contextmanager
     def _between_fills(self) -> Iterator[None]:
-        """Orders work on slots after the fills that were issued, and later fills after it."""
+        """Orders work on slots after the issued fills and before later ones."""
         self._put_back()
         streams = self._engine.slots.streams
         streams.compute.wait(streams.fill.record(), "filled")
@@ -415,7 +414,7 @@ class Residency:
         return slots
 
     def fill(self, slots: I64) -> I64:
-        """Notes that the rows that are coming are in these slots now, and returns them."""
+        """Notes that arriving rows are in these slots now, and returns the rows."""
         rows = self.coming[slots]
         self.row_in[slots], self.is_trained[slots] = rows, False
         if 2 * (self._num_taken + len(slots)) > len(self._cells):

@@ -30,7 +30,7 @@ from rowcast.trainer.adopt.table_parameter import TableParameter, TableState, pl
 
 
 class TrainedTable:
-    """A table under the optimizer that steps it. Another optimizer, or another state of it, begins anew."""
+    """A table with the optimizer that steps it. Another optimizer, or another state, needs a new one."""
 
     def __init__(self, table: AdoptedTable, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
         """Raises ConfigError if rows cannot be trained apart from each other."""
@@ -60,7 +60,7 @@ class TrainedTable:
         return state
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """False: the script has made another one, or has loaded or reset its state."""
+        """Returns False if the script has made another optimizer, or has loaded or reset its state."""
         return optimizer is self.optimizer and all(self._state.get(name) is state for name, state in self._left.items())
 
     def before_step(self, group: dict[str, Any]) -> None:
@@ -102,11 +102,11 @@ class TrainedTable:
 
 
 _followed: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, ...]] = WeakKeyDictionary()  # optimizers of tables
-_awaited: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether the closure of this step is to be called
+_awaited: WeakKeyDictionary[Optimizer, bool] = WeakKeyDictionary()  # whether this step's closure is still to be called
 
 
 def one_value(state: Tensor) -> Tensor | float:
-    """A state that is one value expanded, as that of a large table before its first step, is that value."""
+    """Reduces an expanded state to its one value, such as that of a large table before its first step."""
     return state if isinstance(state, TableState) or any(state.stride()) else state[0, 0].item()
 
 
@@ -120,7 +120,8 @@ def tables_of(optimizer: Optimizer) -> Iterator[tuple[AdoptedTable, dict[str, An
 
 
 def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Puts the update behind the script's own hooks before it, and before those behind it: they see whole tables."""
+    """Places the update after the script's pre-step hooks and before its post-step hooks, so that both see whole
+    tables."""
     is_wrapper = "_optimizer_state_dict_post_hooks" not in vars(optimizer)  # its optimizer steps the tables
     if is_wrapper or not any(tables_of(optimizer)):
         return
@@ -136,7 +137,7 @@ def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def before_update(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]] | None:
-    """Makes the rows ready: at once, or after the closure has made the gradients."""
+    """Prepares the rows, at once or after the closure has computed the gradients."""
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": ready_after(kwargs["closure"], optimizer)}
     if len(args) > 1 and callable(args[1]):

@@ -91,7 +91,7 @@ class ScriptProcess:
         )
 
     def drive(self, until: Callable[[], bool]) -> None:
-        """An interrupt (Ctrl-C) ends it early and is raised then: the script may save its tables."""
+        """An interrupt (Ctrl-C) ends it early and is then raised, so that the script may save its tables."""
         if self._failure:
             raise RowcastError(self._failure)
         try:
@@ -122,7 +122,7 @@ class ScriptProcess:
 
 @contextmanager
 def noted_interrupts() -> Iterator[list[int]]:
-    """Within it an interrupt is only noted: it would leave the engine in the middle of a move."""
+    """Within this context an interrupt is only noted, because it could stop the engine in the middle of a move."""
     noted: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield noted

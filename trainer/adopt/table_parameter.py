@@ -1,9 +1,8 @@
 """The parameter of an adopted table: look-ups read the step's rows; anything else meets the whole table or is refused.
 
-`adopt` makes the script's own `nn.Parameter` an object of this class, so modules, optimizers and what else holds it
+`adopt` makes the script's own `nn.Parameter` an object of this class, so modules, optimizers and other holders of it
 need no change. While an optimizer steps it is a plain `nn.Parameter` of the rows with a gradient
-(`script_optimizer.py`).
-"""
+(`script_optimizer.py`)."""
 
 import inspect
 import os
@@ -30,7 +29,7 @@ LOOK_UPS = {
     look_up: {name: argument.default for name, argument in inspect.signature(look_up).parameters.items()}
     for look_up in (F.embedding, F.embedding_bag)
 }
-# attributes and methods that say how the parameter is, not what its rows are
+# attributes and methods that describe the parameter, not its rows
 PROPERTIES = words(
     """requires_grad is_leaf grad_fn device dtype is_sparse layout is_cuda is_cpu _backward_hooks is_mps is_meta is_xla
     _post_accumulate_grad_hooks is_quantized is_nested _version names output_nr ndim shape itemsize nbytes is_xpu
@@ -144,12 +143,12 @@ def state_door(table: AdoptedTable, name: str) -> TableState:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The values of a door: nobody may see them."""
+    """The values of a door, which nobody may see."""
     return torch.full((1, 1), torch.nan, dtype=dtype, device=device).expand(*shape)
 
 
 def operation(func: Callable[..., Any]) -> str:
-    """The name of an operation, also of one of torch.ops."""
+    """Returns the name of an operation, also of one in torch.ops."""
     return str(getattr(func, "__name__", func)).split(".")[0]
 
 
@@ -158,14 +157,14 @@ def is_of_parameter(func: Callable[..., Any]) -> bool:
 
 
 def opened(leaf: Any) -> Any:
-    """What a door leads to."""
+    """Returns what a door leads to."""
     if isinstance(leaf, TableParameter):
         return leaf.table.whole()
     return leaf.field.view() if isinstance(leaf, TableState) else leaf
 
 
 def through_doors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The operation on whole tables."""
+    """Runs the operation on whole tables."""
     if torch._C._get_tracing_state() is not None:
         refuse_whole(operation(func), args, kwargs)
     if operation(func) in RESHAPES:
@@ -179,7 +178,7 @@ def through_doors(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping
 
 
 class TableCopy(torch.autograd.Function):
-    """A copy of a whole table, which may be looked at and not trained through."""
+    """A copy of a whole table, which can be read but not trained."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, parameter: TableParameter) -> Tensor:
@@ -244,7 +243,7 @@ Indexed = tuple[AdoptedTable, Tensor, Callable[[Tensor, Tensor], Tensor]]
 
 
 def indexed(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Indexed | None:
-    """The look-up by an index of rows: the table, ids, and how rows are taken at positions. None: something else."""
+    """Returns a look-up by index as the table, ids, and how to take rows at positions; None for any other operation."""
     if not args or not isinstance(args[0], TableParameter):
         return None
     table = args[0].table
@@ -277,7 +276,8 @@ def gathered(table: AdoptedTable, ids: Tensor, take: Callable[[Tensor, Tensor], 
 
 
 def another_door(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> "TableParameter | None":
-    """A door to the same table on another device, where its look-ups are then. None: not float32 any more."""
+    """Returns a door to the same table on another device, which its look-ups then use, or None if not float32 any
+    more."""
     door: TableParameter = args[0]
     with as_plain(), torch.no_grad():
         moved = func(door.new_empty(0), *args[1:], **kwargs)
@@ -356,7 +356,7 @@ def refuse_compilation(name: str) -> NoReturn:
 
 
 def callers_frame() -> FrameType:
-    """The innermost frame that is neither torch's nor of this file: the script's, or its library's."""
+    """Returns the innermost frame that is neither torch's nor this file's: the script's, or its library's."""
     frame, torch_folder = sys._getframe(1), os.path.dirname(torch.__file__)
     while frame.f_back is not None and (
         frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(torch_folder)

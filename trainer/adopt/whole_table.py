@@ -1,8 +1,8 @@
 """All rows of an adopted table in one array of the host: what `weight.data`, `state_dict()` and `optimizer.state` show.
 
-There is one array for each field (the weights, and each state of the optimizer), made at the first use. Whoever holds
-a view of it holds the table: each use of a view first brings the array up to date, and what it changes changes the
-table. An array can have two other owners:
+There is one array for each field (the weights, and each state of the optimizer), made at first use. A view of it is a
+view of the table: each use first brings the array up to date, and writes to it change the table. An array can have two
+other owners:
 
     another tensor of the script   `weight.data = tensor`: its memory becomes the table's; the earlier array is the
                                    script's alone
@@ -33,15 +33,15 @@ class WholeField:
     """One field of all rows. `array`: [V, D] on the host, once it is needed."""
 
     def __init__(self, keeper: "Home", name: str) -> None:
-        self.keeper: Home | None = keeper  # None: the table has another array now
+        self.keeper: Home | None = keeper  # None if the table has another array now
         self.name = name
         self.array: Tensor | None = None
-        self.is_stale = np.zeros(0, np.bool_)  # rows that were written since; of all rows once there is an array
+        self.is_stale = np.zeros(0, np.bool_)  # rows written since; of all rows once there is an array
         self.steps = 0  # that the rows have had
         self.version = 0  # of the array, as it was left
         self.checksum: int | None = None  # of the array as it was left, while others may change it unseen
-        self.door: Callable[[], object] = lambda: None  # that optimizer.state has to it: None once it is gone
-        self.memories: list[Callable[[], object]] = []  # that NumPy has: None once it is gone
+        self.door: Callable[[], object] = lambda: None  # that optimizer.state has; None once it is gone
+        self.memories: list[Callable[[], object]] = []  # that NumPy has; None once it is gone
 
     def tensor(self) -> Tensor:
         """Returns the array, up to date."""
@@ -58,11 +58,11 @@ class WholeField:
         return self.array is not None and self.array._version != self.version
 
     def is_changed_unseen(self) -> bool:
-        """Whether others have."""
+        """Whether others have changed it."""
         return self.checksum is not None and self.checksum != self.sum()
 
     def note_left(self) -> None:
-        """The array is as rowcast has left it."""
+        """Notes the array as rowcast leaves it."""
         assert self.array is not None
         self.version = self.array._version
         if self.checksum is not None:
@@ -129,7 +129,7 @@ def view_of(plain: Tensor, field: WholeField) -> WholeView:
 
 
 def seen(result: Any, views: list[WholeView]) -> Any:
-    """What shares memory with a view is one."""
+    """Makes a tensor that shares memory with a view a view, too."""
     if type(result) is Tensor:
         for view in views:
             if shares_memory(result, view):
@@ -163,7 +163,7 @@ def say_of_hand(table: str) -> None:
 
 
 class NumpyMemory:
-    """Memory that NumPy arrays have: it lives as long as one of them."""
+    """Memory of NumPy arrays, which lives as long as one of them."""
 
     def __init__(self, tensor: Tensor, *, writeable: bool) -> None:
         self.tensor = tensor
@@ -195,7 +195,7 @@ def in_numpy(view: WholeView, dtype: Any = None, **options: Any) -> npt.NDArray[
 
 
 def lend(view: WholeView) -> None:
-    """Others get the memory, and nobody sees when they leave it."""
+    """Lends the memory to others, which give no sign when they are done."""
     field, keeper = view.field, view.field.keeper
     if keeper is None:
         return

@@ -274,7 +274,7 @@ class VectorExchange(NoVectors):
         for rows in self._taking:
             pieces = list(islice(taken, len(rows.arriving) * len(shared.part_sizes)))
             torch.cat(pieces, out=shared.vectors[rows.index].back)
-        # what comes back is reduced after the gradients of own parts, as if it were those of one more
+        # returned gradients are treated as one more part, which is reduced last
         returned = [vectors.returned for vectors in shared.vectors]
         shared.gradients = [*(gradients[:num_groups] for gradients in shared.gradients), returned]
 

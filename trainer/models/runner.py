@@ -211,8 +211,8 @@ class Runner:
         return checksums
 
     def restore(self, tensors: Tensors) -> bool:
-        """Continues from a `state`; does not change what it lacks. Returns whether an evaluation is in progress. To
-        evaluate, restores only weights."""
+        """Continues from a `state`, and leaves what is missing there unchanged. Returns whether an evaluation is in
+        progress. For an evaluation alone, restores only weights."""
         restore_model(self.model, tensors)
         if not self._trains:
             return False

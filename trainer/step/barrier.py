@@ -89,7 +89,7 @@ class Results(Protocol):
 
     @property
     def evaluations(self) -> Sequence[Evaluation]:
-        """All of the run."""
+        """Returns all evaluations of the run."""
 
     def loss(self, train_step: int, loss: np.float32) -> None: ...
 
@@ -193,7 +193,7 @@ class TrainerBarrier:
 
     @property
     def evaluated(self) -> bool:
-        """Whether a barrier has come before which the evaluation is over."""
+        """Whether the evaluation ended before a barrier that has arrived."""
         return bool(self.flushes) and self.flushes[0][0].evaluated
 
     @property

@@ -38,13 +38,13 @@ from rowcast.trainer.step.sender import Sender
 class Step(StepInputs):
     """A step, from the arrival of its plan to its report. The main thread writes it."""
 
-    # its arrays are there from its first copy on; derived arrays are added with the block's last bytes
+    # the arrays are there once their first copy is issued; derived arrays follow the block's last bytes
     plan: "ArrivedPlan"
     # from its begin on
     began_s: float = 0.0  # time.perf_counter()
     computed: Event = field(init=False)  # all its work is complete
-    loss: Tensor | None = None  # f32 [] on the host, once `computed` has happened; None: unknown
-    counts: bool = True  # False: it was passed over without computing it
+    loss: Tensor | None = None  # f32 [] on the host, once `computed` has happened; None if unknown
+    counts: bool = True  # False if it was passed over
 
     @property
     def ends_plan(self) -> bool:

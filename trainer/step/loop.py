@@ -82,7 +82,7 @@ class TrainingLoop:
         clock: PhaseClock,
         send: Callable[[StopRequest], None],
     ) -> None:
-        """`steps`: None: a training script computes them. `clock` times the steps' stream."""
+        """`steps`: None if a training script computes them. `clock` times the steps' stream."""
         # called when all work of a step is complete, before its PlanDone
         self.completed: Callable[[int], None] = ignore if steps is None else steps.completed
         self.first_step_s: float | None = None  # time.perf_counter() at the start of the first step
@@ -100,7 +100,7 @@ class TrainingLoop:
         self.ended_by = ""  # why training has ended before its data
         pinned = streams.device.type == "cuda"
         self._new_loss = partial(torch.zeros, (), dtype=torch.float32, device="cpu", pin_memory=pinned)
-        self._losses: list[Tensor] = []  # of no step
+        self._losses: list[Tensor] = []  # belongs to no step
         self._taken: deque[Step] = deque()  # of a plan whose rows are on their way to their slots
         self._issued: deque[Step | Closing] = deque()
 
@@ -183,8 +183,8 @@ class TrainingLoop:
         self._barrier.stop_reason = None
 
     def finish(self, step: Step, loss: Tensor | None) -> None:
-        """Called after look-up to update were issued to the compute stream. `loss` will hold the mean loss; None:
-        unknown."""
+        """Called after look-up to update were issued to the compute stream. `loss` will hold the mean loss;
+        None if it is unknown."""
         if step.header.kind == "train":
             self._training.train_steps = step.header.train_step + 1
         step.loss, step.computed = loss, self._streams.compute.record()
@@ -228,8 +228,8 @@ class TrainingLoop:
 
     @property
     def _is_closing(self) -> bool:
-        """Whether what follows must wait for the result of an evaluation, which decides if training goes on, and if
-        the checkpoint is that of the best one."""
+        """Whether the next step must wait for the result of an evaluation, which may end training or make the next
+        checkpoint the best one."""
         return bool(self._issued) and isinstance(self._issued[-1], Closing)
 
     def _close_evaluation(self) -> bool:

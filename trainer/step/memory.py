@@ -75,11 +75,11 @@ class Slots:
 
     @property
     def table_bytes(self) -> int:
-        """Of all rows of all tables, on the device or not."""
+        """Returns the bytes of all rows of all tables, on the device or not."""
         return sum(group.num_rows * group.record_bytes for group in self.groups)
 
     def gather(self, spans: Sequence[RowSpan], slots: Sequence[Tensor], out: Tensor) -> None:
-        """Issues copies of rows to `out`, in staging, from `slots`, i32: of all rows of each span's plan."""
+        """Issues copies of rows from slots to `out`, in staging. `slots`, i32: of all rows of each span's plan."""
         self.streams.fill.gather(self._moves(spans, slots, out, 0))
 
     def scatter(self, content: Tensor, spans: Sequence[RowSpan], slots: Sequence[Tensor]) -> None:
@@ -181,7 +181,7 @@ class PlanMemory:
         return [PlanArrays(self._block, header.arrays) for header in headers]
 
     def put(self, headers: Sequence[StepHeader], derived: DerivedArrays, arrays: Sequence[PlanArrays]) -> None:
-        """Issues their copy to the device; adds them to `arrays`, of each step."""
+        """Issues the copy of derived arrays to the device, and adds them to `arrays`, of each step."""
         sent, nbytes = headers[-1].arrays_bytes, derived.items.nbytes
         self._derived_items[: len(derived.items)] = derived.items
         self._streams.copy_in.copy(self._derived[:nbytes], self._block[sent : sent + nbytes])

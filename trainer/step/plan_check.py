@@ -395,14 +395,14 @@ def i32_of(block: Bytes, spec: ArraySpec) -> I32:
 
 
 def below(positions: I32, limit: int, name: str) -> None:
-    """Raises unless all are from 0 to `limit` - 1. A negative value is large when read as unsigned."""
+    """Raises unless all values are from 0 to `limit` - 1. A negative value is large when read as unsigned."""
     largest = positions.view(np.uint32).max(initial=0)
     if len(positions) and largest >= limit:
         raise RemoteProtocolError(f"{name} holds {largest.astype(np.int32)}, which is not from 0 to {limit - 1}")
 
 
 def distinct(positions: I32, name: str) -> None:
-    """Raises if two are equal."""
+    """Raises if two values are equal."""
     in_order = np.sort(positions)
     require(bool((in_order[1:] != in_order[:-1]).all()), f"{name} names a slot twice")
 

@@ -34,7 +34,7 @@ class EvictTask:
     rows: tuple[RowSpan, ...]  # with their offsets in evict staging, as in the message's payload
     room: StagingSpan  # of these rows; `used` is set when the copy to the ring is issued
     gathered: Event
-    space: RingSlice | None = None  # in the ring; None: there are no rows, or no space yet
+    space: RingSlice | None = None  # in the ring; None if there are no rows, or no space yet
 
     @property
     def stamp(self) -> int:
@@ -131,7 +131,7 @@ class Sender:
         self.on_queued()
 
     def send_state(self, barrier: int, content: bytes, *, whole: bool, is_best: bool) -> None:
-        """Queues the model state, after the rows of its barrier. Not `whole`: only its checksum, as rank 0 sends the
+        """Queues the model state, after the rows of its barrier. Unless `whole`, only its checksum: rank 0 sends the
         same state. `is_best`: as in `Saved`."""
         self._states.append(
             (

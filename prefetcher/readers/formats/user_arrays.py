@@ -140,7 +140,7 @@ def as_array(value: Any, dtype: type[np.generic] | None, what: str) -> npt.NDArr
 
 
 def as_floats(value: Any, what: str) -> F32:
-    """Raises DataError for what is no number, and for a number that fp32 changes."""
+    """Raises DataError for a value that is not a number, and for a number that fp32 changes."""
     array = as_array(value, None, what)
     array = np.asarray(array.tolist()) if array.dtype.kind == "O" else array  # such as integers of Python
     if array.dtype.kind not in "biuf":
