@@ -17,7 +17,7 @@ Bools = npt.NDArray[np.bool_]
 
 Word = TypeVar("Word", U64, np.uint64)
 
-GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: its multiples are far apart
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: its multiples are spread out
 FACTOR_1, FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 

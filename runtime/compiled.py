@@ -1,12 +1,12 @@
 """Compiles loops with numba on first use, caches them on disk if possible, and runs them without the GIL.
 
-Keeps compiled loops on disk, as numba does; of processes that start beside each other, one compiles a loop.
+Keeps compiled loops on disk, as numba does; of processes that start together, one compiles a loop.
 
 The others wait until it is in the cache. A lock is a byte of a file, for each loop another, and ends with its process:
 
     <cache folder>/rowcast.loops     a line for what `rowcast prepare` has compiled these loops for; also the lock file
 
-numba's files are pickles: what is loaded can run anything. So only those are that no other user could have written.
+numba's files are pickles, and loading one can run any code. So only files that no other user could write are loaded.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ SHOWN = 200  # characters of a signature
 NOTES_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
-TOLD = "ROWCAST_TOLD_OF_LOOPS"  # in the environment, so that a child does not tell it again
+TOLD = "ROWCAST_TOLD_OF_LOOPS"  # in the environment, so that a child does not log it again
 
 
 class SafeFiles(IndexDataCacheFile):  # type: ignore[misc]
@@ -75,7 +75,7 @@ class SafeFiles(IndexDataCacheFile):  # type: ignore[misc]
 class LoopCache(FunctionCache):  # type: ignore[misc]
     """numba calls both under its lock: first `load_overload`, and `save_overload` once it has compiled."""
 
-    say: Callable[..., None] | None = None  # a start sets it to hear of the first loop that should have been prepared
+    say: Callable[..., None] | None = None  # called for the first loop that should have been prepared
     lost: OSError | None = None  # why a loop could not be kept
 
     def __init__(self, function: Any) -> None:

@@ -35,7 +35,7 @@ class ConfigError(RowcastError):
 
 
 class PeerLost(RowcastError):
-    """The other process never connected, left, or makes no progress."""
+    """The other process never connected, has left, or makes no progress."""
 
     exit_code = 3
 
@@ -45,7 +45,7 @@ class PeerNeverCame(PeerLost):
 
 
 class PeerKilled(PeerLost):
-    """A signal ended the other process, as its parent has noted."""
+    """A signal ended the other process, by a note of its parent."""
 
 
 class RanksDiffer(PeerLost):
@@ -68,7 +68,7 @@ class DataError(RowcastError):
 
 
 class Unreadable(RowcastError):
-    """This host cannot read a file that is there, so it may be whole: no reason to go on without it."""
+    """This host cannot read a file that exists. It may be whole, so nothing may continue without it."""
 
 
 class Mismatch(RowcastError):

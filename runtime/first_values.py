@@ -1,7 +1,7 @@
 """Names the first values of a training script's tables: a rule, files of a released model, a file, or one number.
 
-A checkpoint that names them holds only rows with other values. So a name has what tells that the values are the same:
-a rule all that decides them, a file its size and the checksum of a sample.
+A checkpoint that names them holds only rows with other values. So a name identifies the values: a
+rule by all that decides them, a file by its size and the checksum of a sample.
 """
 
 import os
@@ -67,8 +67,8 @@ class FirstValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     width: Annotated[int, msgspec.Meta(ge=1)]
     rule: RowRule | None = None
-    released: ReleasedTable | None = None  # None, and no rule: they are in a file, or all alike
-    path: str = ""  # a file with f32 [rows, width]; "": all have `value`
+    released: ReleasedTable | None = None  # if None, and without a rule, they are in a file or all equal
+    path: str = ""  # a file with f32 [rows, width]; "" if all have `value`
     offset: Count = 0  # bytes before the first row
     row_bytes: Count = 0  # from a row to the next; 0: rows follow each other
     value: float = 0.0
@@ -82,7 +82,7 @@ class FirstValues(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_on_demand(self) -> bool:
-        """Whether rows are made or read when they are needed, and the table is nowhere as a whole."""
+        """Whether rows are made or read on demand, so that the table is nowhere stored whole."""
         return self.rule is not None or self.released is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What decides bits beside job and data: the threads of torch, and facts of the machine. Checkpoints record both.
+"""What decides bits besides job and data: torch's threads and facts of the machine. Checkpoints record both.
 
 Also what this process may take (memory and cores of the machine, or less in a control group), what the kernel says of
 another process, and this host's IPv4 addresses, without sending anything.
@@ -135,8 +135,8 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def free_cores(seconds: float = 0.5) -> float:
-    """Returns how many of the usable cores nothing uses, on average over this time; all of them where Linux does not
-    say."""
+    """Returns how many of the usable cores are idle, on average over this time; all of them where Linux does not report
+    it."""
     ticks = list[list[int]]()
     for wait_s in (seconds, 0.0):
         try:  # user, nice, system, idle, iowait, irq, softirq, steal

@@ -167,7 +167,7 @@ def run_until_stopped(process: str, main: Callable[[Signals], int | None]) -> in
 class Child:
     name: str
     process: subprocess.Popen[bytes]
-    log: Path | None  # None if it writes to our stderr
+    log: Path | None  # None if the child writes to our stderr
     log_start: int = 0  # bytes of earlier processes
 
     @property

@@ -242,7 +242,7 @@ class PeerStart:
         self._worked_s = 0.0  # when `_ticks` grew, by the monotonic clock
 
     def goes_on(self) -> bool:
-        """Whether that process lives on this host, no signal has stopped it, and it has used processor time within
+        """Whether that process lives on this host, is not stopped by a signal, and has used processor time within
         `hangs_after_s`."""
         now_s, ticks = time.monotonic(), None
         with suppress(OSError, ValueError):  # no note, or one that is just being written

@@ -3,7 +3,7 @@
 A stage of either process is a function that does not block. In a process, a thread per stage calls it in a loop and
 waits on the stage's bell. In a test, one thread advances all stages of both sides, in an order that a seed decides.
 
-No wake-up is lost. A producer changes the state first and then rings; the thread hushes its bell before it looks:
+No wake-up is lost: a producer changes the state and then rings; the thread hushes its bell and then looks:
 
     change, ring | hush, look: sees the change
     hush, look | change, ring | wait: returns at once
@@ -138,7 +138,7 @@ Result = TypeVar("Result")
 class ThreadPool:
     """Divides work by whole items, so that no result depends on the number of threads.
 
-    It has the caller's thread and more threads: as many for each of three callers, so that none waits for another's
+    It has the caller's thread and more: equally many for each of three callers, so that none waits for another's
     work. A thread starts when it is first needed."""
 
     def __init__(self, num_threads: int = 1, *, name: str = "shares", least: int = 1) -> None:

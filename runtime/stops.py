@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PASSED_ON = signal.SIGRTMIN + 1  # what a parent sends instead: a child never counts one stop twice
+PASSED_ON = signal.SIGRTMIN + 1  # sent by a parent instead, so that a child never counts one stop twice
 HELD = (*STOPS, PASSED_ON)
 
 

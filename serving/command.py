@@ -100,7 +100,7 @@ def publish_once(publisher: Publisher, run_dir: Path, *, fresh: bool) -> int:
 
 
 def follow(publisher: Publisher, interval_s: float, signals: Signals, *, fresh: bool) -> None:
-    """Publishes until a signal comes."""
+    """Publishes until a signal arrives."""
     while signals.stop_reason is None:
         began_s = time.monotonic()
         try:

@@ -1,8 +1,8 @@
 """Compiled loops that find rows in the files of several versions, and turn them into fp32.
 
 An index has cells: a row's *place* in its file, u32, and a *tag*, 16 bits of the row's hash, 0 for an empty cell. A row
-is in the first empty cell from the one that its hash names. So nearly every row that is not there is known without a
-look at its file.
+is in the first empty cell from the one that its hash names. So nearly every absent row is recognised without reading
+its file.
 
     global places    newest version | the one before | ... | whole version      a smaller place is newer
     joined index     of all versions but the whole one, made by the reader
@@ -261,7 +261,7 @@ def is_missing(address: np.uint64, state: Bytes) -> bool:
 
 @compiled_part
 def confirm(lookup: Found, rows: I64, places: I64) -> None:
-    """Makes candidates sure: compares keys, and looks on where a tag misled."""
+    """Confirms candidates: compares keys, and searches on where a tag misled."""
     for i in range(len(rows)):
         if places[i] != ABSENT and key_at(lookup, places[i]) != rows[i]:
             places[i] = exact(lookup, rows[i])

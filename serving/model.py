@@ -24,7 +24,7 @@ class Model:
     """All methods may be called from any thread. `now` gives one version that stays the same."""
 
     def __init__(self, folder: str | Path, warm: str | int = "0", check: str = "changed") -> None:
-        """`warm`: so many bytes of the newest rows are read at the start, such as "64MiB". `check`: "all" also reads
+        """`warm`: bytes of the newest rows to read at the start, such as "64MiB". `check`: "all" also reads
         all rows of whole versions. Raises DataError if there is no version or it is damaged, ValueError."""
         if check not in CHECKS:
             raise ValueError(f"check = {check!r} is not one of {', '.join(CHECKS)}")
@@ -74,7 +74,7 @@ class Model:
             return {"lookups": counts.lookups, "trained": counts.trained, "waits": counts.waits}
 
     def refresh(self) -> bool:
-        """Opens the newest version if there is a newer one, beside the present one. Returns whether it did.
+        """Opens the newest version next to the present one, if it is newer. Returns whether it did.
 
         Raises DataError if that version is damaged, or if CURRENT went back or names another version under the present
         one's number; the present one stays.

@@ -340,7 +340,7 @@ class Publisher:
                 self._remove(path)
 
     def _numbers(self, names: re.Pattern[str]) -> list[int]:
-        """Of everything that has such a name, also of what is no version."""
+        """Returns the numbers of everything with such a name, including what is not a version."""
         return sorted(int(match[1]) for path in self._to.iterdir() if (match := names.fullmatch(path.name)))
 
     def _versions(self) -> list[int]:
@@ -349,7 +349,7 @@ class Publisher:
         ]
 
     def _remove_old(self, newest: VersionFile) -> None:
-        """Keeps the newest `keep` whole versions and what is after them. A damaged one counts as changed."""
+        """Keeps the newest `keep` whole versions and those after them. A damaged one counts as changed."""
         numbers, bases = self._versions(), [newest.base]
         for number in numbers:
             with suppress(DataError):
@@ -361,7 +361,7 @@ class Publisher:
                 crash_point("old version removed")
 
     def _remove(self, folder: Path) -> None:
-        """Removes a version, and leaves what no publisher wrote, with one warning."""
+        """Removes a version, but leaves files that no publisher wrote, with one warning."""
         try:
             left = what_stays(folder)
         except OSError as error:
@@ -380,7 +380,7 @@ def what_stays(folder: Path) -> str:
     named = [path for path in files if path.name == VERSION_NAME and RUN_ID.search(path.read_bytes())]  # maybe damaged
     if FOLDER_NAME.fullmatch(folder.name) and not named:
         return f"its {VERSION_NAME} is of no publisher"
-    for path in sorted(files, key=lambda path: path.name == VERSION_NAME):  # last: it says whose the rest is
+    for path in sorted(files, key=lambda path: path.name == VERSION_NAME):  # last: it identifies the other files
         path.unlink(missing_ok=True)
     foreign = [path.name for path in sorted(folder.iterdir())]
     if not foreign:

@@ -139,7 +139,7 @@ class OpenVersion:
         return np.frombuffer(memory, np.uint8)
 
     def bring_neighbours(self) -> None:
-        """From now on a page fault also maps the pages nearby. For readers of rows on nearly all pages."""
+        """Lets a page fault also map nearby pages from now on, for readers of rows on nearly all pages."""
         for memory in self._maps:
             memory.madvise(mmap.MADV_NORMAL)
 
@@ -207,7 +207,7 @@ class TableView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedFeature:
-    """What a look-up needs of a feature."""
+    """The facts of a feature that a look-up needs."""
 
     rule: IdRule
     view: TableView
@@ -342,7 +342,7 @@ class Snapshot:
         return self.taken(out)
 
     def taken(self, looked_up: F32) -> F32:
-        """Returns what the model takes of rows without pooling, f32 [n, width]: rounded as `ranks.gradients` says."""
+        """Returns rows without pooling as the model takes them, f32 [n, width], rounded by `ranks.gradients`."""
         return widened(rounded(looked_up, self._gradients), self._gradients)
 
     def dense_features(self, columns: Mapping[str, Any]) -> F32:
@@ -394,7 +394,7 @@ def numbers_of(values: Any, kinds: str, wrong: str) -> Any:
 
 
 def open_snapshot(folder: Path, named: Named, before: "Snapshot | None", check: str, counts: LookupCounts) -> Snapshot:
-    """Opens a version. Takes what `before` has already open. Raises DataError."""
+    """Opens a version, and reuses the files that `before` has open. Raises DataError."""
     newest = read_version(folder, named)
     files = [newest, *(read_version(folder, named_version) for named_version in newest.stands_on)]
     job = check_chain(folder, files)

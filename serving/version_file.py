@@ -7,9 +7,8 @@
                          dense.safetensors
 
 A *whole* version has all rows. A *changed* one has the rows that changed since the version before; a reader maps all
-from the whole one on, which it names with their checksums. Earlier rowcasts wrote format 1, without these names: there
-they have numbers in a row.
-"""
+versions from the whole one on, which it names with their checksums. Earlier rowcasts wrote format 1, without these
+names: there they have numbers in a row."""
 
 import os
 import re
@@ -187,7 +186,7 @@ def read_version(folder: Path, named: Named) -> VersionFile:
 
 
 def read_current(folder: Path) -> Named:
-    """Returns the newest version. Raises DataError if CURRENT is no name."""
+    """Returns the newest version. Raises DataError if CURRENT does not hold a name."""
     path = folder / CURRENT
     try:
         with open_regular(path) as file:

@@ -97,7 +97,7 @@ MOST_ROWS = 2**32 - 1  # of a table, as an index has places of 32 bits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a version is made of."""
+    """The sources of a version."""
 
     root: Path  # of the checkpoints
     manifest: Manifest

@@ -2,8 +2,8 @@
 
     a stage's thread --- add: one event ---> queue --- every FLUSH_S, on its own thread ---> timeline.<process>.json
 
-The file is a JSON array with an event a line. A killed process loses at most its last FLUSH_S seconds; what it leaves
-has no closing bracket, and the format needs none.
+The file is a JSON array with an event a line. A killed process loses at most its last FLUSH_S seconds. Its file
+then has no closing bracket, which the format does not need.
 
     M   names and order of processes and threads
     X   a span; its category is work or wait

@@ -278,7 +278,7 @@ def page_locked(buffers: Sequence[Bytes], device: torch.device) -> Iterator[bool
     for buffer in buffers:
         code = int(runtime.cudaHostRegister(buffer.ctypes.data, buffer.nbytes, 0))
         if code != 0:
-            # a kernel that does no harm takes the error, which the next launch would raise
+            # a harmless kernel takes the error, which the next launch would raise
             with suppress(RuntimeError):
                 # an addition is always a kernel; zeros may be a memset, which clears nothing
                 torch.ones(1, device=device).add_(1)

@@ -74,7 +74,7 @@ Shown = Callable[[], AbstractContextManager[object]]  # records a span of the ti
 
 
 class Move(NamedTuple):
-    """Some rows of a group. Views of them cost more than the copy of a few rows, so only a device gets them."""
+    """Some rows of a group. Views cost more than copying a few rows, so only a device gets them."""
 
     rows: Tensor  # [any, D] of any stride
     all_slots: Tensor  # of these, those from `first` on
@@ -173,7 +173,7 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
     def wait(self) -> object:
-        """Makes later work on the current stream, or in this thread, wait for it."""
+        """Makes later work on the current stream, or in this thread, wait for the collective."""
 
 
 class Mark(Protocol):
@@ -184,7 +184,7 @@ class Mark(Protocol):
 class Stream(ABC):
     """Runs work in the order it was issued; `wait` delays what is issued after it."""
 
-    is_device = False  # True: the work runs later, on a device
+    is_device = False  # True if the work runs later, on a device
 
     @abstractmethod
     def run(self, closure: Closure) -> None: ...
@@ -197,7 +197,7 @@ class Stream(ABC):
 
     def memory_like(self, tensor: Tensor, count: int) -> Tensor:
         """Returns [count] of the tensor's dtype and device, not initialised, for this stream's work. Once dropped, its
-        bytes may be those of work that is issued next, on any stream that this one does not wait for."""
+        bytes may be reused by the work issued next, on any stream that this one does not wait for."""
         return tensor.new_empty(count)
 
     def communicate(self, start: Callable[[], Work]) -> None:

@@ -151,7 +151,7 @@ def sum_rows(step: CompiledStep, ranges: I64, num_floats: int) -> Tensor:
 
 @compiled_arithmetic
 def present(address: int, size: int) -> int:
-    """The size of an array that may be absent."""
+    """Returns the size of an array that may be absent."""
     return size if address else 0
 
 

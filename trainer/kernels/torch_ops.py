@@ -90,7 +90,7 @@ def segment_sum(source: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
 
 
 def taken(looked_up: Tensor, dtype: RowType) -> Tensor:
-    """Returns what a model takes of a table, f32 [n, width], of pooled rows or of rows without pooling. `dtype`:
+    """Returns a table's input to the model, f32 [n, width], from pooled rows or rows without pooling. `dtype`:
     `ranks.gradients`. The gradient is rounded on its way back too. `Snapshot.taken` is the same without torch."""
     return looked_up.to(DTYPES[dtype]).float()
 
@@ -100,7 +100,7 @@ def with_gradients(kernels: Kernels, dtype: RowType) -> Kernels:
 
 
 class RoundedGradients:
-    """Implements `Kernels`. What a look-up gives, and its gradient, have values of bf16, wherever they were pooled.
+    """Implements `Kernels`. A look-up's result and its gradient have values of bf16, wherever they were pooled.
     Between `reduce` and `apply` gradients are bf16, and so are sums of them."""
 
     def __init__(self, kernels: Kernels) -> None:

@@ -69,16 +69,16 @@ METHODS = ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
 def without_dynamo(kind: type[Optimizer]) -> Callable[..., Optimizer]:
     """Returns a kind of torch.optim, under its name, whose methods import no torch._dynamo.
 
-    torch imports it when the first optimizer is made and when it first steps, also if nothing is compiled: decorators
-    of these methods do, and that takes as long as the import of torch itself. The methods below the decorators are
+    torch imports it when the first optimizer is made and when it first steps, even if nothing is compiled: decorators
+    of these methods do that, and it takes as long as the import of torch itself. The methods below the decorators are
     torch's own, and so are bits, hooks and state dictionaries."""
     methods = {name: unwrap(getattr(kind, name)) for name in METHODS}
     return type(kind.__name__, (kind,), {**methods, "step": torch.no_grad()(unwrap(kind.step))})
 
 
 class Regression(nn.Module):
-    """What a built-in model of one logit a sample gets in front of its class: its logit becomes a number in the unit of
-    the labels."""
+    """Mixed into the class of a built-in model with one logit a sample: its logit becomes a number in the unit of the
+    labels."""
 
     eval_names = ("rmse", "mae")
     settings: ModelSettings
@@ -117,7 +117,7 @@ OwnLoss = Callable[[Any, Tensor], Tensor]
 
 
 def own_loss(model: nn.Module) -> OwnLoss | None:
-    """The model's `loss(outputs, labels)`, checked at each call; None if it has none. Raises ConfigError."""
+    """Returns the model's `loss(outputs, labels)`, checked at each call, or None if it has none. Raises ConfigError."""
     loss = getattr(model, "loss", None)
     if not callable(loss):
         return None

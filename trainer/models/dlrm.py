@@ -25,7 +25,7 @@ Recommendations (RecSys 2019); the towers are those of DSSM (Huang et al., CIKM 
     score(i, j) = u_i v_j / temperature                  evaluation: the logit of sample i is score(i, i)
     loss = mean over i of label_i * -log softmax over j of (score(i, j) - log frequency of item j), at j = i
 
-A label is the paper's reward: a sample with label 0 asks for nothing, but its item is a negative of all others. An item
+A label is the paper's reward: a sample with label 0 adds no loss, but its item is a negative of all others. An item
 that occurs again in the batch is not a negative of itself.
 """
 

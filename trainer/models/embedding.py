@@ -273,7 +273,7 @@ class UpdateInBackward(torch.autograd.Function):
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Returns the parts [n, D] one after the other: a view if they are neighbours in one memory, otherwise a copy."""
     if all(part.is_contiguous() for part in parts) and all(follows(*pair) for pair in pairwise(parts)):
-        # the strides of a part say nothing: a dimension of 0 or 1 may have any
+        # strides do not help: a dimension of 0 or 1 may have any
         flat = parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
         return flat.view(sum(len(part) for part in parts), *parts[0].shape[1:])
     return torch.cat(list(parts))

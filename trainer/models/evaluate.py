@@ -9,7 +9,7 @@ one bin counts half, as a tie. Bins are narrow where logits usually are:
 With several labels per sample, each has separate counts, of the samples where it is known. Normalised entropy is the
 log loss over that of a constant prediction, the base rate (He et al. 2014).
 
-The rank of a positive is the number of other candidates that do not score less: 0 is best. Ties and NaN count against
+The rank of a positive is the number of other candidates with at least its score: 0 is best. Ties and NaN count against
 the model. Counts are integers, so kills, parts and ranks of a run change no bit of hit rate, NDCG and reciprocal rank.
 
 A model's `eval_sums` gives a sum and a weight for each of its `eval_names`. They are added in f64 for each part of a
@@ -74,7 +74,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def place_of_best(evaluations: Sequence[Evaluation]) -> int:
-    """Returns the place of the first one with the lowest loss; -1 if none has a finite one."""
+    """Returns the place of the first evaluation with the lowest loss, or -1 if no loss is finite."""
     losses = [math.nan if evaluation.logloss is None else evaluation.logloss for evaluation in evaluations]
     known = [place for place, loss in enumerate(losses) if math.isfinite(loss)]
     return min(known, key=losses.__getitem__, default=-1)
@@ -114,7 +114,7 @@ class EvalCounts:
 
     def result(self, train_step: int, labels: Sequence[str], cutoffs: Sequence[int]) -> Evaluation | None:
         """Reads the counts; waits for the device if they are on one. `labels`: data.columns.labels. `cutoffs`:
-        eval.ranks. Returns None without samples and ranks. Raises ConfigError for ranks that are none."""
+        eval.ranks. Returns None without samples and ranks. Raises ConfigError for invalid ranks."""
         num_samples, num_known = int(self.num_samples), self.num_labels.tolist()
         ranking = ranking_figures(self.rank_bins.tolist(), cutoffs)
         if not num_samples and not ranking:
@@ -160,7 +160,7 @@ class EvalCounts:
         return counts | {f"{SUMS}{name}": sums for name, sums in self.sums.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """For a checkpoint. Counts that a checkpoint may lack are left out if they are 0."""
+        """Returns the counts for a checkpoint, without optional ones that are 0."""
         saved = {name: counts for name, counts in self.named().items() if name not in MAY_LACK or counts.any()}
         return {f"metrics.{name}": counts for name, counts in saved.items() if counts.numel()}
 
@@ -291,7 +291,7 @@ class EvalMetrics:
 
 
 def mean(name: str, total: float, weight: float) -> float | None:
-    """Of `rmse` the root."""
+    """Returns the mean; for `rmse`, its root."""
     if not weight:
         return None
     return math.sqrt(total / weight) if name == "rmse" else total / weight

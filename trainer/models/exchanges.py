@@ -1,6 +1,6 @@
 """Issues the exchanges between ranks, in the same order on all, and adds their results in one order.
 
-Collectives only copy, over torch.distributed, mostly its default group: gloo for a CPU, NCCL for a GPU. rowcast does
+Collectives only copy, usually over torch.distributed's default group: gloo for a CPU, NCCL for a GPU. rowcast does
 every addition, and its order is the same for any number of ranks. Neighbours are added in pairs, then the sums in
 pairs, and so on; a value without a neighbour passes unchanged. So the parts of a rank are a branch of the tree over all
 parts, and the ranks' sums are added like parts.
@@ -31,11 +31,11 @@ from rowcast.runtime.errors import ConfigError, PeerLost
 from rowcast.trainer.device.streams import Closure, Lap, RankWait, Streams, Work, ignore
 
 Start = Callable[[], Work]
-Sizes = list[int] | None  # rows to or from each rank; None: the same number
+Sizes = list[int] | None  # rows to or from each rank; None if all are equal
 
 
 class Collectives(Protocol):
-    """What ranks use of `torch.distributed`. Both calls only copy, and return at once."""
+    """The part of `torch.distributed` that ranks use. Both calls only copy, and return at once."""
 
     doing: str  # content of the next calls, for their error sentence: "the rows of step 12"
 
@@ -79,7 +79,7 @@ class LocalCollectives:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SumMemory:
-    """Memory for a vector that ranks add up: each adds a slice of all ranks' vectors."""
+    """Memory for a vector that ranks sum: each sums one slice of all ranks' vectors."""
 
     own: Tensor  # [n]
     slices: Tensor  # [ranks, n / ranks]: this rank's slice of each rank's vector; the first becomes their sum
@@ -129,7 +129,7 @@ class Exchanges:
         received: RankWait,
         meanwhile: Closure | None = None,
     ) -> None:
-        """Sends the results of compute's issued work to other ranks; compute's later work waits for theirs."""
+        """Sends the results of work issued on compute to other ranks; later work on compute waits for theirs."""
         streams.compute.run(lambda: self.lap("exchange"))
         streams.exchange.wait(streams.compute.record(), packed)
         for start in exchanges:
@@ -175,7 +175,8 @@ class TorchCollectives:
         self._since_s = 0.0  # when the oldest began, or the one before it was seen complete
 
     def open(self, device: torch.device) -> None:
-        """Exchanges a number with every rank: connections are made here, and not within the first step. Waits."""
+        """Exchanges a number with every rank, so that connections are made here and not within the first step.
+        Waits."""
         self.doing = "a first number"
         given, taken = (torch.zeros(self._rank.count, device=device) for _ in range(2))
         self._until(self.all_to_all(taken, given, None, None))
@@ -211,7 +212,7 @@ class TorchCollectives:
         return work if output.is_cuda else PolledWork(work, self._until)
 
     def _refuse_late(self) -> float:
-        """Returns how long the oldest collective takes."""
+        """Returns how long the oldest collective has taken."""
         waited_s = time.monotonic() - self._since_s
         if self._begun and waited_s > self._timeout_s:
             raise PeerLost(
@@ -310,7 +311,7 @@ class PartVector:
         self.scalars = self.own[self._scalars : self._end]
         self._no_gradient = torch.zeros(max(sizes, default=0), dtype=torch.float32, device=device)
         self._given, self._told = [False] * len(sizes), [False] * len(sizes)
-        self._gradients: list[Tensor | None] = []  # of the weights, once it is agreed which have one
+        self._gradients: list[Tensor | None] = []  # of the weights, once all agree on which have one
 
     def take(self, part: int, loss: Tensor | None) -> None:
         """Takes a part's weighted loss and the gradients of its backward pass, and clears them. `loss`: None if the
@@ -327,7 +328,7 @@ class PartVector:
         torch.cat([*pieces, loss.view(1)], out=of_part)
 
     def add_up(self) -> None:
-        """Adds the parts up: from here on, `own` is this rank's vector. The caller sets its `scalars`."""
+        """Sums the parts. From here on, `own` is this rank's vector, whose `scalars` the caller sets."""
         sum_in_order(self._of_parts[:, : self._flags])
         for index, (given, told) in enumerate(zip(self._given, self._told, strict=True)):
             if given != told:  # almost never: the vector's memory is kept
@@ -337,7 +338,8 @@ class PartVector:
     def give(self, total: Tensor) -> None:
         """Sets the gradients of the weights that have one: views of `total`, which is the same memory in each step.
 
-        The first call agrees which have one, and waits for the device. To the others no optimizer is applied."""
+        In the first call ranks agree on which have one, and wait for the device. No optimizer is applied to the
+        others."""
         if not self._gradients:
             are_given = total[self._flags : self._scalars].tolist()
             self._gradients = [

@@ -19,7 +19,7 @@ ModelStep        gradients -> the model's step(train_step), with its `training_o
     step         updates the weights and clears their gradients; `train_step` counts the train batches before this one
     state        of the objects, for a checkpoint
     restore      without a `state` the objects stay as in a new run; raises Mismatch
-    tried        saves and restores a user's objects; returns the checksum of each state, by name; raises ConfigError
+    tried        saves and restores a user's objects; returns each state's checksum, by name; raises ConfigError
 """
 
 import inspect
@@ -84,7 +84,7 @@ class ModelStep:
         if self._parts > 1:  # the random state is that of a rank's last part
             torch.manual_seed(part_seed(self._seed, train_step, self._parts))
         trained: Any = self._model.step(train_step)  # type: ignore[operator]
-        if trained is not None and not is_truth(trained):  # such as a coroutine, which has trained nothing
+        if trained is not None and not is_truth(trained):  # such as a coroutine, which trains nothing
             raise ConfigError(
                 f"{type(self._model).__name__}.step(n) returned a {type(trained).__name__}; return False if the dense "
                 "weights were left as they were, else True or nothing"
@@ -191,7 +191,7 @@ class JobModel:
     ) -> None:
         """Sets the precision of the process's matrix products and seeds torch's global random state.
 
-        With `trains` False nothing is compiled. `needs_labels`: False if only `forward` and `logits` are called.
+        With `trains` False nothing is compiled. Without `needs_labels`, only `forward` and `logits` may be called.
         `parts`: slices of a batch that run through the model separately.
         Raises ConfigError for settings that this machine does not support."""
         if job.model.compile and job.data.batch_size % parts:
@@ -269,7 +269,7 @@ class ForwardPass:
         self._autocasts = job.model.precision == "bf16"
         has_loss = own_loss(model) is not None
         self._own_logits: Callable[[Any], Any] | None = getattr(model, "logits", None) if has_loss else None
-        # what a value of `logits` is: a column of `rowcast score` has this name
+        # names a value of `logits`, as a column of `rowcast score`
         self.score_name = str(getattr(model, "score_name", "score" if has_loss and not self._own_logits else "logit"))
 
     def __call__(
@@ -345,7 +345,7 @@ def compile_model(model: nn.Module, device: torch.device) -> Callable[..., Tenso
     """Returns the model, compiled at its first call, with the same parameters under the same names: one graph, nothing
     timed, so that its bits are a function of the job.
 
-    Raises ConfigError if this machine lacks what torch.compile needs."""
+    Raises ConfigError if torch.compile cannot work on this machine."""
     use_safe_caches()
     torch.compiler.reset()  # graphs of an earlier attempt would count as variants of this model
     # beyond the limit a model would run uncompiled, with different bits than a restarted run
@@ -390,7 +390,7 @@ class ModelInputs:
         self._refuse([*job.data.columns.inputs, *self._of.arrays])
 
     def rows(self, rows: Sequence[Embedded]) -> list[Embedded]:
-        """The rows of each feature; of one that is the batch's, f32 [n, D]."""
+        """Returns the rows of each feature; f32 [n, D] for one that belongs to the batch."""
         whole = self._of.batch_positions
         return [
             embedded.values if position in whole and isinstance(embedded, Sequences) else embedded
@@ -398,7 +398,8 @@ class ModelInputs:
         ]
 
     def arguments(self, inputs: Mapping[str, Tensor], rows: Sequence[Embedded]) -> dict[str, Any]:
-        """The keyword argument `inputs`, if the data has arrays. `rows`: as `rows` returns them. Raises ConfigError."""
+        """Returns the keyword argument `inputs`, if the data has arrays. `rows`: as `rows` returns them. Raises
+        ConfigError."""
         if not inputs and self._is_needed:
             raise ConfigError(
                 f"{self._name}.forward needs the argument inputs, and the data has no arrays; name some as "
@@ -410,7 +411,7 @@ class ModelInputs:
         return {"inputs": {name: self._beside(name, array, rows) for name, array in inputs.items()}}
 
     def _beside(self, name: str, array: Tensor, rows: Sequence[Embedded]) -> Embedded:
-        """An array of look-ups gets the offsets of its feature."""
+        """Adds the offsets of its feature to an array of look-ups."""
         feature = self._of.arrays.get(name)
         looked_up = None if feature is None else rows[self._of.positions[feature]]
         return Sequences(values=array, offsets=looked_up.offsets) if isinstance(looked_up, Sequences) else array

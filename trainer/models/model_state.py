@@ -87,8 +87,8 @@ class StatefulObjects:
 
 
 def flattened(value: Any, prefix: str, tensors: dict[str, Tensor], kind: str) -> Any:
-    """Nested state of an object of type `kind` as JSON; moves its tensors to `tensors`. Raises ConfigError for a value
-    that is neither."""
+    """Returns the nested state of an object of type `kind` as JSON, and moves its tensors to `tensors`. Raises
+    ConfigError for a value that is neither."""
     if isinstance(value, Tensor) and value.layout is torch.strided:
         name = f"{prefix}.{len(tensors)}"
         tensors[name] = value
@@ -113,7 +113,7 @@ def flattened(value: Any, prefix: str, tensors: dict[str, Tensor], kind: str) ->
 
 
 def rebuilt(structure: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the state that `flattened` was given."""
+    """Returns the state that `flattened` took."""
     ((kind, content),) = structure.items()
     match kind:
         case "tensor":
@@ -178,7 +178,7 @@ def saved_and_restored(name: str, save: Callable[[], Tensors], restore: Callable
 
 
 def under(prefix: str, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The tensors whose names begin with the prefix, without it."""
+    """Returns the tensors whose names begin with the prefix, named without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
@@ -222,8 +222,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tenso
 
 
 def trained_tensors(parts: Iterable[Stateful]) -> Iterator[tuple[str, Tensor]]:
-    """Yields what training must leave finite: the trained parameters of the models among `parts`, and the state of the
-    optimizers and other objects among them. Not buffers and frozen parameters: a mask may hold infinities."""
+    """Yields the tensors that training must leave finite: trained parameters of the models among `parts`, and the state
+    of optimizers and other objects among them. Leaves out buffers and frozen parameters: a mask may hold infinities."""
     names: dict[Tensor, str] = {}
     for part in parts:
         if isinstance(part, nn.Module):

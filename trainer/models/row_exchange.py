@@ -22,7 +22,7 @@ Exchanges pooled vectors of tables that one rank owns whole: their owner looks t
     exchange             | rows |      | vectors |             | gradients |        | gradients |
                                                                  of vectors          of rows
 
-`protocol/parts.py` says which rank pools what, and how many vectors travel.
+`protocol/parts.py` decides which rank pools which features, and how many vectors travel.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,7 +81,7 @@ class Reused:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """One group's sent and received rows and gradients in a step. Those that stay are the first of what arrives."""
+    """One group's sent and received rows and gradients in a step. Rows that stay come first among those received."""
 
     sent: Tensor  # [sent, D] in the table's dtype
     received: Tensor  # [stay + received, D]
@@ -111,7 +111,7 @@ class SharedRows(GroupRows):
         sources, owners = sources_of(group, rank), feature_owners(group, rank.count)
         self._bags = lru_cache(2)(partial(bags_of_sources, group, rank))  # most batches have one size
         self.has_owner = set(owners) != {None}
-        # by their number among the group's: features that own parts look up here, and those of each other owner
+        # numbers within the group: features that own parts look up here, and those of each other owner
         self.features = sources[0].features
         others = [features_of(group, rank, owner) for owner in range(rank.count) if owner != rank.number]
         self.arriving = [features for features in others if features]
@@ -144,7 +144,7 @@ class SharedRows(GroupRows):
         )
 
     def memory(self, share: ArrivedShare, compute: Stream) -> Memory:
-        """For the exchanges of a step. Keep it until the step is complete: a larger step makes it new."""
+        """Returns memory for the exchanges of a step. Keep it until the step is complete: a larger step replaces it."""
         return Memory(
             sent=self._rows_out.rows(sum(share.to_send), self.dim, compute),
             received=self._rows_in.rows(share.stay + sum(share.to_receive), self.dim, compute),
@@ -183,8 +183,8 @@ class SharedRows(GroupRows):
     def reduce(
         self, pooled_grads: Sequence[Tensor], lookup: GroupLookup, share: ArrivedShare, back: Tensor, returned: Tensor
     ) -> None:
-        """Gradients of what `pool` has returned -> one per received row, the parts added in order: to `back`, and those
-        of rows that stay to `returned`. `lookup`: that of the newest `pool`."""
+        """Reduces gradients of the rows that `pool` returned to one per received row, adding parts in order: in `back`,
+        or in `returned` for rows that stay. `lookup`: that of the newest `pool`."""
         gradients = self._kernels.reduce(torch.cat(list(pooled_grads)), lookup, self._divisors)
         add_levels(gradients, share.home_to, share.home_of, share.header.home_levels)
         torch.index_select(gradients, 0, share.home_roots[: share.stay], out=returned[: share.stay])
@@ -205,7 +205,7 @@ def add_levels(values: Tensor, to: Tensor, of: Tensor, level_ends: Sequence[int]
 
 
 class NoVectors:
-    """What `RowExchange` calls if every table is divided by rows: nothing travels."""
+    """Used by `RowExchange` if every table is divided by rows: no vectors travel."""
 
     def __init__(self, layer: Sequence[SharedRows], exchanges: Exchanges) -> None:
         self.pieces: list[tuple[int, int]] = []  # whose vectors arrive, in the order of `bags`
@@ -217,11 +217,11 @@ class NoVectors:
         """Sends the vectors of other ranks' parts; those that arrive follow in `shared.pooled`."""
 
     def bags(self, size: int) -> list[list[int]]:
-        """The bags of each feature in each piece that follows so. `size`: samples of the part."""
+        """Returns the bags of each feature in each such piece. `size`: samples of the part."""
         return []
 
     def issue_backward(self, streams: Streams, shared: "SharedStep") -> None:
-        """Sends the gradients of these pieces back; those that arrive are further gradients of the group."""
+        """Sends the gradients of these pieces back. Arriving ones are further gradients of the group."""
 
 
 class VectorExchange(NoVectors):
@@ -334,7 +334,7 @@ def slice_of(sizes: Sequence[int], part: int) -> slice:
 
 
 class RowExchange:
-    """The rows of all groups, as a rank looks them up and trains its own. For each step:
+    """Looks up the rows of all groups on a rank, and trains the rank's own. For each step:
 
     shared = begin(step, ...)      the main thread; memory is kept until `completed`
     issue_lookup(...)              the main thread
@@ -346,9 +346,9 @@ class RowExchange:
     train(shared, ...)
     completed(step)                the main thread, once all this is complete
 
-    What does not belong to the main thread is called on the compute stream, by `Stream.run`. The streams of a script
+    All other calls are made on the compute stream, by `Stream.run`. The streams of a script
     run it at once, so a forward pass may issue the look-up and use it, and a backward pass the rest. An evaluation ends
-    after its look-up. Gradients are added as they are: weigh the parts' losses, or the gradients, before."""
+    after its look-up. Gradients are added unweighted: weight the parts' losses, or the gradients, first."""
 
     def __init__(
         self,
@@ -423,7 +423,7 @@ class RowExchange:
         return in_job_order([*by_group, *left], self._places)
 
     def issue_reduce(self, streams: Streams, shared: SharedStep) -> None:
-        """Adds up `shared.gradients` for `gradients`."""
+        """Sums `shared.gradients` for `gradients`."""
         self._vectors.issue_backward(streams, shared)
         streams.compute.run(lambda: self._reduce(shared))
 

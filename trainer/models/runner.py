@@ -36,8 +36,8 @@ DTYPES: dict[Dtype, torch.dtype] = {name: torch.from_numpy(np.empty(0, name)).dt
 
 
 class PlanArrays(Mapping[str, Tensor]):
-    """Arrays in a block of bytes, by name. They become tensors when they are asked for: compiled loops take addresses,
-    and a tensor costs more than the few rows of a small group."""
+    """Arrays in a block of bytes, by name. They become tensors on demand: compiled loops take addresses, and making a
+    tensor costs more than the few rows of a small group."""
 
     def __init__(self, block: Tensor, specs: Sequence[ArraySpec]) -> None:
         """Raises RemoteProtocolError if an array is not inside the block."""
@@ -103,7 +103,7 @@ def step_lookups(step: StepInputs) -> list[GroupLookup]:
 
 
 class ArrivedLookup(GroupLookup):
-    """The look-ups of a step, whose tensors are made when they are asked for."""
+    """The look-ups of a step, whose tensors are made on demand."""
 
     __slots__ = ("_addresses", "_arrays", "_group", "_header")
     _addresses: list[int]
@@ -144,7 +144,8 @@ class ArrivedLookup(GroupLookup):
 
 
 class Runner:
-    """A model and its evaluation: what runners of whole batches and of parts share. Implements `barrier.ModelState`."""
+    """A model and its evaluation, which runners of whole batches and of parts share. Implements
+    `barrier.ModelState`."""
 
     keeps_random_state = True
 
@@ -200,8 +201,8 @@ class Runner:
         }
 
     def tried(self) -> dict[str, str]:
-        """Saves and restores what is the user's, before the first step. Returns the checksum of each state, by name.
-        Raises ConfigError for what no checkpoint can hold, and Diverged for what is not finite."""
+        """Saves and restores the user's objects, before the first step. Returns the checksum of each state, by name.
+        Raises ConfigError for a state that no checkpoint can hold, and Diverged for one that is not finite."""
         if self._job.model.kind in BUILT_IN_MODELS:
             return {}
         name, restore = type(self.model).__name__, partial(restore_model, self.model)

@@ -60,7 +60,7 @@ class AgreedStop:
             self._send(StopRequest(reason=reason))
 
     def settle(self) -> None:
-        """The ranks stop at a step on which they have agreed otherwise: a later request would plan steps beyond it."""
+        """Called when ranks have agreed on a last step in another way: a later request would plan steps beyond it."""
         self._is_agreed = True
 
     def seen(self, step: int, asked: Sequence[bool]) -> None:
@@ -76,7 +76,7 @@ class AgreedStop:
 class SharedEvaluation(EvalMetrics):
     """Counts the predictions of a rank's parts in consecutive evaluations, and adds up the counts of all ranks.
 
-    Counts are integers, so the order of their sum is irrelevant. Sums in f64, as of losses, are per part; when the
+    Counts are integers, so the order of their sum does not matter. Sums in f64, as of losses, are per part; when the
     evaluation ends, they are gathered and added once, in the tree. So the result is the same for any number of ranks,
     even if it changes in the middle of an evaluation. Collectives are at the same steps on all ranks."""
 
@@ -91,7 +91,7 @@ class SharedEvaluation(EvalMetrics):
         counts = torch.zeros(padded(num_counts, rank.count), dtype=torch.int64, device=device)
         self._count_memory = SumMemory.of(counts, rank.count)
         self._sum_memory = GatherMemory.of(torch.zeros(num_sums, dtype=torch.float64, device=device), rank.count)
-        self.in_progress = False  # on all ranks, also if this one has had no sample
+        self.in_progress = False  # on all ranks, even if this one has had no sample
         self._of_all: EvalCounts | None = None  # of an evaluation in progress, for a checkpoint
 
     def issue_close(self, streams: Streams, closed: list[EvalCounts]) -> None:
@@ -318,7 +318,7 @@ def versions(model: nn.Module) -> dict[str, int]:
 
 
 def refuse_changed_buffers(before: dict[str, int], model: nn.Module) -> None:
-    """Raises if a forward pass changed a buffer, such as a running mean: it would depend on the rank's parts."""
+    """Raises if a forward pass changed a buffer, such as a running mean, which would depend on the rank's parts."""
     changed = [name for name, version in versions(model).items() if before.get(name) != version]
     if changed:
         raise ConfigError(

@@ -62,7 +62,7 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One without series has no data, and its caption says why."""
+    """A chart without series has no data, and its caption explains why."""
 
     title: str
     caption: str  # its content and how to read it

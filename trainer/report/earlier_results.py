@@ -13,7 +13,7 @@ class EarlierResults:
     """Results of an earlier run, kept in `<run_dir>/earlier` until the run that replaces it has a checkpoint on disk.
 
     `<run_dir>/earlier/run_id` names that run. It is called `run_id.partial` while that run's results are being moved. A
-    folder with neither file is not ours; nor is any other file."""
+    folder with neither file is not ours, nor is any other file in it."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -197,7 +197,7 @@ def device_memory(report: Report) -> str:
 
 
 def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
-    """`beside`: True for the phases that move rows, in parallel with a step on a device; False for the others."""
+    """`beside`: True for the phases that move rows in parallel with a step on a device; False for the others."""
     listed = [
         f"{name} {milliseconds:.1f}"
         for name, milliseconds in phase_ms.items()
@@ -206,7 +206,7 @@ def phases(phase_ms: dict[str, float], *, beside: bool) -> str:
     return f"{', '.join(listed)} ms"
 
 
-# figures that are right, but that nobody wants: one sentence for each, and no error
+# correct figures that nobody wants: one sentence for each, and no error
 
 
 HIGH_LOSS = 10.0  # untrained logits near 0 have a binary cross entropy of 0.69
@@ -365,7 +365,7 @@ def key_figures(run: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def verdict(report: Report) -> str:
-    """What the best evaluation says of the model, in a sentence; "" without a log loss to compare it with."""
+    """Returns a sentence that judges the model by its best evaluation; "" without a log loss to compare it with."""
     best = best_evaluation(report)
     if best is None or best.normalized_entropy is None:
         return ""
@@ -431,7 +431,7 @@ def machine_rows(report: Report) -> list[tuple[str, str]]:
 
 
 def continuation(report: Report, starts: list[int]) -> str:
-    """Says which steps of the run this process did; "" if all."""
+    """Returns which steps of the run this process did; "" if all."""
     first = next(iter(starts), 0)
     if not first and len(starts) < 2:
         return ""

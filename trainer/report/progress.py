@@ -248,7 +248,7 @@ class TerminalProgress:
         return mark_of(self._counters, self._clock(), self._before)
 
     def _steps_of(self, mark: HistoryMark) -> int:
-        """What the line counts: train steps of the run, or steps of an evaluation by itself."""
+        """Returns the steps that the line counts: train steps of the run, or those of an evaluation by itself."""
         return mark.steps - mark.train_steps if self._mode == "eval" else mark.train_step
 
     def _refresh(self, *, is_over: bool = False) -> None:

@@ -115,7 +115,7 @@ def make_report(
     pids: dict[str, int],
     **facts: Any,
 ) -> Report:
-    """Makes the report of one rank. `facts`: its other fields that no counter knows."""
+    """Makes the report of one rank. `facts`: the fields that no counter has."""
     none = Evaluation(train_step=0, auc=None, logloss=None, accuracy=None)
     last, place = evaluations[-1] if evaluations else none, place_of_best(evaluations)
     figures = RankFigures(

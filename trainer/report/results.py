@@ -123,7 +123,7 @@ class ResultFiles:
 
 
 class ResultsInMemory(ResultFiles):
-    """The results of a rank above 0: the same, but only rank 0 writes them."""
+    """The results of a rank above 0, which keeps the same ones; only rank 0 writes them."""
 
     def __enter__(self) -> Self:
         return self

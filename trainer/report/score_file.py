@@ -39,7 +39,7 @@ class ScoreFile:
         self._num_held = 0
 
     def begin(self, name: str) -> None:
-        """`name`: of what they are, as `JobModel.score_name`. Raises ConfigError."""
+        """`name`: of the scores, as `JobModel.score_name`. Raises ConfigError."""
         if self._probability and name != "logit":
             raise ConfigError(
                 f"--probability: the model has a loss of its own, and its outputs are called {name!r}, not logits; "

@@ -60,7 +60,7 @@ Runner = StepRunner | SharedRunner
 class Errand:
     mode: Mode
     report: str  # its file in the run directory
-    scores: "ScoreFile | None" = None  # None: evaluations have metrics
+    scores: "ScoreFile | None" = None  # None if evaluations have metrics
 
     def finish(self, run_dir: Path, report: Report) -> None:
         """Called by the first rank after the last step."""
@@ -317,7 +317,7 @@ class TrainerAttempt:
 
 
 class TrainerRun:
-    """One run, from locking its directory: makes attempts until the run ends. What they have in common is here."""
+    """One run, from locking its directory: makes attempts until the run ends, and holds what they share."""
 
     def __init__(
         self,

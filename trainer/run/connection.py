@@ -46,7 +46,7 @@ from rowcast.trainer.step.barrier import Results
 from rowcast.trainer.step.engine import WAKES, MakeModel, TrainerEngine, check_welcome_fits, placed
 from rowcast.trainer.step.metrics import TrainerCounters
 
-# after a stop, the wait for a Welcome in flight: a prefetcher that has sent one expects a trainer
+# how long to wait for a Welcome in flight after a stop: a prefetcher that has sent one expects a trainer
 GREETING_GRACE_S = 0.5
 
 MODEL = "its model to be built"
@@ -101,8 +101,8 @@ class PrefetcherConnection:
     ) -> Welcome | None:
         """Waits for the prefetcher. Returns None if it has left or is `gone`, or if this process has `given_up`.
 
-        A failure noted by the prefetcher after `began_s` ends the wait; None: no failure does. Raises PeerLost, the
-        prefetcher's failure, or an error if this process cannot be its trainer."""
+        A failure noted by the prefetcher after `began_s` ends the wait; with None, no failure does. Raises PeerLost,
+        the prefetcher's failure, or an error if this process cannot be its trainer."""
         arrived = list[Welcome]()
         link = ZmqLink.of(
             "trainer", self._folder, on_receive=partial(self._crew.wake, "mail"), transport=self._transport

@@ -1,4 +1,4 @@
-"""Sets the number of torch's threads to the run's, and tells where this machine may round differently.
+"""Sets the number of torch's threads to the run's, and warns where this machine may round differently.
 
 first start    the job's number; `auto` is one if batches have parts, otherwise one for each usable core
 restart        the number that the checkpoint records, on any machine and any number of ranks

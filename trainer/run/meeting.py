@@ -1,7 +1,7 @@
 """Brings a run's trainers together before each attempt, over a key-value store served by torchrun or rank 0.
 
-The store outlives an attempt, so it also holds values of dead trainers. So rank 0 gives each meeting a unique name, and
-a meeting ends only when rank 0 has published who is present:
+The store outlives an attempt, so it also holds values of dead trainers. Therefore rank 0 gives each meeting a unique
+name, and a meeting ends only when rank 0 has published who is present:
 
     rank 0                                                rank r
     "leader" = N, a new name        ->                    reads N, adds its greeting to "N/r"
@@ -67,7 +67,7 @@ class RankGreeting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Greetings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all processes that claim to be one rank."""
+    """The greetings of all processes that claim to be one rank."""
 
     greetings: Annotated[tuple[RankGreeting, ...], msgspec.Meta(min_length=1, max_length=MOST_GREETINGS)]
 
@@ -149,7 +149,7 @@ def answers(launch: Launch) -> bool:
 
 
 def look_until(look: Callable[[], Value | None], timeout_s: float) -> Value | None:
-    """Returns what `look` has found. It looks a last time after `timeout_s`."""
+    """Returns the result of `look`, which is called a last time after `timeout_s`."""
     deadline_s, pause_s = time.monotonic() + timeout_s, FIRST_PAUSE_S
     while (seen := look()) is None and time.monotonic() <= deadline_s:
         time.sleep(pause_s)
@@ -166,7 +166,7 @@ class Room:
         self._store, self._published = store, f"{name}/present"
 
     def missing(self, ranks: range) -> str:
-        """Asks for halves: mostly far less often than once a rank."""
+        """Returns the ranks without a value. Asks by halves, which mostly takes far fewer requests than one a rank."""
         if self._store.check([self.keys[rank] for rank in ranks]):
             return ""
         half = len(ranks) // 2
@@ -254,7 +254,7 @@ class Meeting:
             self._store.set(self._answer_of(self._own), "")
 
     def _greet(self) -> None:
-        """Greets, beside other processes that claim to be this rank."""
+        """Adds this process's greeting to those of other processes that claim to be this rank."""
         self._room = Room(self._store, self._named.name, self._own.world_size)
         key, before, greetings = self._room.keys[self._own.rank], "", encoded(Greetings(greetings=(self._own,)))
         while (written := self._store.compare_set(key, before, greetings)) != greetings.encode():
@@ -299,7 +299,7 @@ def encoded(value: object) -> str:
 
 
 def told(content: bytes) -> list[bytes] | None:
-    """Returns a word's values by rank; who decodes them cleans their texts. Raises PeerLost."""
+    """Returns a word's values by rank, whose texts the decoder must clean. Raises PeerLost."""
     word = parsed(content, Word)
     if word.lost:
         raise PeerLost(cleaned(word.lost))
@@ -406,7 +406,7 @@ def join_group(
         check()
         if given_up():
             room.publish(Word())
-        otherwise = None if thread.is_alive() else b""  # asked first: whoever ends the join has published why
+        otherwise = None if thread.is_alive() else b""  # checked first: the rank that ends the join has published why
         return room.published() or otherwise
 
     try:

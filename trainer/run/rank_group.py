@@ -70,7 +70,7 @@ class Party:
             self.rank = rank_of(job.ranks, 0)
             return
         size = launch.world_size
-        # with a wrong number of ranks, they meet to compare their job files, and end
+        # with a wrong number of ranks, they meet to compare job files, and end
         self.rank = Rank(number=launch.rank, count=size, parts=job.ranks.num_parts if size == job.ranks.count else size)
         self._greeting = new_greeting(launch, job.session_digest(), mode)
 
@@ -295,7 +295,7 @@ def gathered_report(group: RankGroup, report: Report) -> Report:
 
 def other_data(what: str, first: Mapping[str, str], others: Mapping[str, str]) -> Mismatch:
     differing = [name for name in {**first, **others} if first.get(name) != others.get(name)]
-    differing.sort(key=lambda name: name in first and name in others)  # what one lacks may change all others
+    differing.sort(key=lambda name: name in first and name in others)  # a missing rank may change all other figures
     return Mismatch(
         f"{what} than rank 0: {listed(differing, 1)} {'differs' if len(differing) == 1 else 'differ'}; "
         "give every host the same data files, and a data set of your own the same order on every rank"
