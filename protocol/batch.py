@@ -57,7 +57,7 @@ class Lookups:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What travels beside a batch's plan."""
+    """The part of a batch that travels with its plan."""
 
     dense: F32  # [B, D], finite
     labels: F32  # [B], or [B, T] with T labels per sample (data.columns.labels); NaN is unknown
@@ -122,7 +122,7 @@ def checksum_of(arrays: Sequence[npt.NDArray[np.generic] | None]) -> str:
 
 
 def after(kind: Kind, at: Position) -> Position:
-    """The place behind a batch, where no evaluation begins or ends."""
+    """Returns the position after a batch, where no evaluation begins or ends."""
     if kind == "train":
         return replace(
             at, step=at.step + 1, train_step=at.train_step + 1, train_batch=at.train_batch + 1, eval_batch=None
@@ -145,7 +145,7 @@ class Scheduled(Generic[B]):
 
     @classmethod
     def at(cls, *, step: int, kind: Kind, train_step: int, epoch: int, batch: B) -> "Scheduled[B]":  # type: ignore[misc]
-        """A batch whose place within its epoch does not matter."""
+        """Returns a batch whose place within its epoch does not matter."""
         at = Position(step=step, train_step=train_step, epoch=epoch, eval_batch=None if kind == "train" else 0)
         return cls(kind=kind, position=at, following=after(kind, at), batch=batch)
 
@@ -164,7 +164,7 @@ class Scheduled(Generic[B]):
         return self.position.epoch
 
     def holding(self, batch: Any) -> "Scheduled[Any]":
-        """The same place with another content."""
+        """Returns the same place with another content."""
         return Scheduled(kind=self.kind, position=self.position, following=self.following, batch=batch)
 
 

@@ -338,7 +338,7 @@ class PeerWatch:
 def tell_peer(conversation: Conversation, error: BaseException) -> None:
     """Makes the peer end with the same sentence and exit code, unless the error came from the peer.
 
-    Also sends it to a peer that was given up: it may only be slow, and then reports why it was left."""
+    Also sends it to a peer that was given up, which may only be slow and then reports why it was left."""
     if conversation.failure_received or (isinstance(error, RowcastError) and error.is_peers):
         return
     code, sentence = told(error)

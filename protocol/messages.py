@@ -35,7 +35,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def kind(self) -> str:
-        """The name by which `session.py` knows it: its type's, divided further if that decides what may follow."""
+        """The message's name in `session.py`: its type's, divided further if that decides what may follow."""
         return type(self).__name__
 
     def check(self) -> None:
@@ -473,7 +473,7 @@ class ScriptTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ScriptSetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a training script's process tells the prefetcher that it starts, in the file `SETUP`."""
+    """What a training script's process passes to the prefetcher that it starts, in the file `SETUP`."""
 
     num_steps: int  # that are known at the start
     tables: tuple[ScriptTable, ...]  # in the order of the job

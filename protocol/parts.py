@@ -180,7 +180,7 @@ def input_specs(arrays: Arrays, of: Mapping[str, str]) -> tuple[InputSpec, ...]:
 
 
 def check_same(found: Sequence[InputSpec], announced: Sequence[InputSpec], where: str) -> None:
-    """Raises DataError if a batch has not the arrays of the first one."""
+    """Raises DataError if a batch does not have the arrays of the first one."""
     arrays, first = ({spec.name: described(spec) for spec in specs} for specs in (found, announced))
     for name in sorted(arrays.keys() | first.keys()):
         if arrays.get(name) != first.get(name):
@@ -261,7 +261,7 @@ def ids_of_samples(batch: Lookups, samples: slice, whole: Collection[int]) -> Lo
 
 
 def ids_of_features(batch: Lookups, samples: slice, whole: Collection[int], features: Iterable[int]) -> Lookups:
-    """Returns the same of some features alone, by ascending position."""
+    """Returns the same for some features only, by ascending position."""
     ids, offsets, weights = batch.ids, batch.offsets, batch.weights
     size = samples.stop - samples.start
     if offsets is None and weights is None and not whole and batch.size:  # in one copy
@@ -340,8 +340,8 @@ class LookupSource:
 
 
 def feature_owners(group: GroupSpec, count: int) -> list[int | None]:
-    """Returns the one of `count` ranks that pools each of the group's features, in the group's order. None: the rows of
-    its table are divided, and each rank pools its own parts."""
+    """Returns which of `count` ranks pools each of the group's features, in the group's order; None if the rows of its
+    table are divided, so that each rank pools its own parts."""
     return [owner_of(table, count) for table in group.feature_tables()]
 
 

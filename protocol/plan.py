@@ -388,7 +388,8 @@ def arrange_each(places: I64, starts: I64) -> None:
 
 @compiled_loop
 def first_not_permuted(order: U16, starts: I64, marks: Bytes) -> int:
-    """Returns the first table whose part of `order` is no permutation, or -1. `marks`: [MOST_ORDERED], any values."""
+    """Returns the first table whose part of `order` is not a permutation, or -1. `marks`: [MOST_ORDERED], any
+    values."""
     for t in range(len(starts) - 1):
         size = starts[t + 1] - starts[t]
         if size > len(marks):
@@ -406,8 +407,8 @@ def first_not_permuted(order: U16, starts: I64, marks: Bytes) -> int:
 
 @compiled_loop
 def first_not_ordered(words: U16, places: I64, starts: I64, marks: Bytes) -> int:
-    """Returns the first of `starts` whose table's part of an `order` is no permutation, or -1. A row of `places` [*, 4]
-    holds the first item of a group's `order` in `words`, its items, and which of `starts` are the group's."""
+    """Returns the first of `starts` whose table's part of an `order` is not a permutation, or -1. A row of `places` [*,
+    4] holds the first item of a group's `order` in `words`, its items, and which of `starts` are the group's."""
     for k in range(len(places)):
         first, size, begin, end = places[k, 0], places[k, 1], places[k, 2], places[k, 3]
         table = first_not_permuted(words[first : first + size], starts[begin:end], marks)

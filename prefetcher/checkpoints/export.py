@@ -67,7 +67,7 @@ def export_start(job: Job, out: Path) -> None:
 
 
 def all_of(groups: tuple[GroupSpec, ...], most: int = MOST_ROWS) -> frozenset[int]:
-    """The tables of at most so many rows, by index."""
+    """Returns the tables of at most so many rows, by index."""
     return frozenset(table.index for group in groups for table in group.tables if table.num_embeddings <= most)
 
 
@@ -85,7 +85,7 @@ def write_export(
 
 @contextmanager
 def whole_file(out: Path) -> Iterator[IO[bytes]]:
-    """A file that is in its place, and durable, once the block has ended. Raises as `in_place`."""
+    """Yields a file that is durable in its place once the block has ended. Raises as `in_place`."""
     with in_place(out) as partial, partial.open("wb") as file:
         yield file
         file.flush()
@@ -94,8 +94,8 @@ def whole_file(out: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def in_place(out: Path) -> Iterator[Path]:
-    """Where the block writes a file or a folder, and syncs it. It is renamed to `out` once the block has ended. Raises
-    ConfigError if it cannot be written."""
+    """Yields where the block writes a file or a folder, and syncs it. Renames it to `out` once the block has ended.
+    Raises ConfigError if it cannot be written."""
     partial = partial_of(out)
     try:
         yield partial
@@ -139,8 +139,8 @@ Block = tuple[I64, Records]  # row ids of one table, ascending, and their record
 
 
 class CheckpointRows:
-    """A checkpoint's rows by table, in blocks: all of some tables, with their ids the trained ones of others. Reads
-    trained rows from its layers, with one file of each in memory."""
+    """A checkpoint's rows by table, in blocks: all rows of some tables, and trained rows with their ids of others.
+    Reads trained rows from its layers, with one file of each in memory."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class CheckpointRows:
         first: FirstOf,
         whole: Collection[int],
     ) -> None:
-        """`saved`: the groups that were written. `first`: makes the other rows. `whole`: tables of which all rows are
-        read, by index."""
+        """`saved`: the groups that were written. `first`: makes the other rows. `whole`: tables that are read
+        whole, by index."""
         self._root = root
         self._layers = layers
         self._saved = saved

@@ -49,7 +49,7 @@ from rowcast.runtime.run_directory import COMPLETE
 from rowcast.runtime.telemetry.logs import get_logger
 
 CheckpointFile = RowFile | DenseFile
-Examined = tuple[str, Manifest | None, str]  # a checkpoint; None: its manifest is damaged; what is damaged, or ""
+Examined = tuple[str, Manifest | None, str]  # a checkpoint, None if its manifest is damaged; what is damaged, or ""
 FOLDER = "checkpoints"
 INTERVAL_NAME = re.compile(r"interval\.json(?:\.partial)?")  # earlier versions wrote it
 OWN_NAME = re.compile(rf"{NEW_NAME}|(?:{SHARD_NAME}|{re.escape(MANIFEST_NAME)})(?:\.partial)?")
@@ -201,11 +201,12 @@ class Checkpoints:
     # one run
 
     def candidates(self) -> list[str]:
-        """Names of folders that hold a manifest, newest first. The manifests may be damaged."""
+        """Returns folders that hold a manifest, newest first. The manifests may be damaged."""
         return [folder.name for folder in checkpoint_folders(self.root)]
 
     def back_from(self, name: str) -> list[str]:
-        """Names of a checkpoint and of those before it; "": from the newest on. Raises ConfigError if there is none."""
+        """Returns the names of a checkpoint and of those before it; "" for the newest. Raises ConfigError if there is
+        none."""
         names = self.candidates()
         if not names or name not in ("", *names):
             none = "a run writes one at its end" if self.root.parent.is_dir() else "there is no such folder"
@@ -223,7 +224,7 @@ class Checkpoints:
         groups = {group.name: group for group in saved_groups(self.root, manifest)}
         for table in () if manifest.script is None else manifest.script.tables:
             for columns in table.first:
-                if columns.released is None:  # released files may be elsewhere by now: who reads them checks them
+                if columns.released is None:  # released files may be elsewhere by now, and are checked when read
                     columns.check()
         for file in manifest.files:
             if whole is None or file not in whole:
@@ -235,7 +236,7 @@ class Checkpoints:
                 whole.add(file)
 
     def examined(self, names: Iterable[str]) -> Iterator[Examined]:
-        """Reads every file of checkpoints, one that several share only once."""
+        """Reads every file of checkpoints, and shared files only once."""
         whole = set[CheckpointFile]()
         for name in names:
             manifest, damage = None, ""
@@ -264,9 +265,9 @@ class Checkpoints:
         return None
 
     def choose(self, chosen: str | None) -> Manifest:
-        """Returns a checkpoint with all its files whole. `chosen`: its name, maybe with @ and its checksum; None: that
-        of the best evaluation if the run keeps it, else the newest. Raises ConfigError if there is none, DataError if
-        it is damaged or was replaced."""
+        """Returns a checkpoint with all its files whole. `chosen`: its name, maybe with @ and its checksum; if None,
+        that of the best evaluation if the run keeps it, else the newest. Raises ConfigError if there is none, DataError
+        if it is damaged or was replaced."""
         name, _, checksum = (chosen or "").partition("@")
         names = self.back_from(name)
         newest = self.readable(names[0])
@@ -314,9 +315,9 @@ class Checkpoints:
                 yield True
 
     def keep(self, n: int, newest: Manifest, shard: OwnShard = ALONE) -> Steps:
-        """Drops all but `newest`, the n - 1 of its run before it, and what these name as the best; then removes files
-        that no manifest names, and the run that this one replaced. Of several ranks, only rank 0 calls it, while others
-        may write to the folder of `newest` and later ones."""
+        """Drops all but `newest`, the n - 1 of its run before it, and those that these name as the best. Then removes
+        files that no manifest names, and the run that this one replaced. Of several ranks, only rank 0 calls it, while
+        others may write to the folder of `newest` and later ones."""
         own = (folder.name for folder in self._folders(self.root) if self._is_own(folder, newest.run_id))
         older = (self.readable(name) for name in own if name < newest.name)
         kept = [newest, *islice(filter(None, older), n - 1)]

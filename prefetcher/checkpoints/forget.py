@@ -1,4 +1,4 @@
-"""Implements `rowcast forget`: rows that were not trained for long get their first values and state.
+"""Implements `rowcast forget`: gives rows that were not trained for long their first values and state.
 
     train steps    0 ........ 100 ........ 200 ........ 300
     layers           until 100  until 200    until 300           before, with a `forget` at each of these steps
@@ -70,13 +70,13 @@ def check_steps(job: Job, untrained_for: int) -> None:
 
 
 def without_old(manifest: Manifest, untrained_for: int) -> Manifest:
-    """Returns the manifest without layers that are as old, and with the newest ones marked."""
+    """Returns the manifest without layers of that age, and with the newest ones marked."""
     now = manifest.train_steps
     last = max(layer.until for layer in manifest.layers)
     marks = now if not last or MARKS * (now - last) >= untrained_for else 0
     shards = tuple(replace(shard, layers=kept_of(shard, now - untrained_for, marks)) for shard in manifest.shards)
     lost = any(len(shard.layers) < len(before.layers) for shard, before in zip(shards, manifest.shards, strict=True))
-    if lost:  # a version for serving before it cannot become one after it by the rows that have changed since
+    if lost:  # the next version for serving must be whole: changed rows do not show which ones were left out
         shards = tuple(replace(shard, layers=tuple(replace(own, after="") for own in shard.layers)) for shard in shards)
     return seal(
         replace(manifest, version=MANIFEST_VERSION, shards=shards, forgot=now if lost else manifest.forgot, checksum="")

@@ -1,4 +1,4 @@
-"""Implements `rowcast overlay`: what training has changed in tables that began in files of a released model.
+"""Implements `rowcast overlay`: writes what training changed in tables that began in files of a released model.
 
     NAME          f32, f16 or bf16 [n, D]: the weights of the rows that differ from the released ones
     NAME.rows     i64 [n]: their numbers, ascending
@@ -54,8 +54,8 @@ Tables = dict[str, OverlaidTable]
 
 
 def write_overlay(run_dir: Path, out: Path, dtype: RowType | None = None) -> int:
-    """Writes the overlay of a run's newest checkpoint, and returns how many rows it has. `dtype`: of the weights; None:
-    that of each table's files. Raises ConfigError and DataError."""
+    """Writes the overlay of a run's newest checkpoint, and returns how many rows it has. `dtype`: of the weights; by
+    default that of each table's files. Raises ConfigError and DataError."""
     checkpoints = Checkpoints(run_dir, Disk())
     manifest = checkpoints.choose(None)
     tables = saved_tables(checkpoints.root, manifest)
@@ -138,7 +138,7 @@ def apply_overlay(overlay: Path, folder: Path, out: Path) -> int:
 
 
 def opened(overlay: Path) -> dict[str, tuple[OverlaidTable, I64, Elements]]:
-    """The tables of an overlay, their rows, and the weights of these. Raises DataError."""
+    """Yields the tables of an overlay, their rows, and these rows' weights. Raises DataError."""
     try:
         tensors = read_header(overlay)
         with safe_open(overlay, framework="np") as file:
@@ -163,7 +163,7 @@ def opened(overlay: Path) -> dict[str, tuple[OverlaidTable, I64, Elements]]:
 
 
 def released_again(name: str, table: OverlaidTable, rows: I64, weights: Elements, folder: Path) -> FirstValues:
-    """Where a table's rows are in these files. Raises ConfigError if they are others than the overlay was made for."""
+    """Returns where a table's rows are in these files. Raises ConfigError if the overlay was made for other files."""
     first = find_released(folder, name, table.num_rows, weights.shape[1]).sampled()
     if differs := other_file(table.files, first.named_files):
         raise ConfigError(f"{folder}: the overlay is for {differs}; give --apply the files that were trained")

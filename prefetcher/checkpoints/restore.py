@@ -5,7 +5,7 @@
     read by 8                     |   0  |  1  |  2   |   3   |  4  |  5   |   6   |  7   |      half of the rows of one
 
 A prefetcher reads the files of shards that overlap its range of the line (`protocol/parts.py`), and keeps its rows. If
-other tables were placed whole, or blocks had another size, it reads those of all shards.
+other tables were placed whole, or blocks had another size, it reads the files of all shards.
 
 Each file has the pieces of tables that one rank owned. Look-ups of a row train all its pieces, so a checkpoint has the
 same rows of each:
@@ -170,7 +170,7 @@ class OwnShard:
         return first and other.number * self.count < (self.number + 1) * other.count
 
     def parts_of(self, manifest: Manifest) -> Iterator["ShardPart"]:
-        """Yields the shards of a checkpoint that may have rows of this one."""
+        """Yields the shards of a checkpoint that may have rows of this shard."""
         for number, shard in enumerate(manifest.shards):
             bits = self.block_bits if len(manifest.shards) == 1 else manifest.block_bits
             held = OwnShard(number=number, count=len(manifest.shards), points=manifest.points, block_bits=bits)

@@ -1,4 +1,4 @@
-"""What the rows of a checkpoint are: those of a job, or of a training script that has saved itself.
+"""Describes the rows of a checkpoint, of a job or of a training script that has saved itself.
 
 A script's records are f32: the weights of a row, its states, and a number that only the script's process uses. Records
 of one width are one group, whatever their tables have in them, so readers see each table as a group.
@@ -29,7 +29,7 @@ class SavedTables:
     num_dense: int | None  # dense features of a sample; None: not known
     first: FirstOf  # of rows that no layer has
     in_files: frozenset[int]  # the tables of which `first` reads files
-    on_demand: frozenset[int] = frozenset()  # those that no process holds as a whole
+    on_demand: frozenset[int] = frozenset()  # those that no process holds whole
 
 
 def saved_tables(root: Path, manifest: Manifest) -> SavedTables:

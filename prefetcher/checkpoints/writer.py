@@ -276,7 +276,7 @@ class CheckpointWriter:
         )
 
     def content(self) -> dict[str, Any]:
-        """What the manifest says about the tables."""
+        """Returns the manifest's fields about the tables."""
         return {"job": self._job.content()}
 
     def _shard_file(self, start: CheckpointStart, shard: ShardLayers, model_state: str) -> ShardFile:

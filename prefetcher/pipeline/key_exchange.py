@@ -1,6 +1,6 @@
 """Completes the batches of a rank: with the rows of its shard that other ranks look up.
 
-A rank reads its own samples alone. It tells each owner, steps ahead, which rows they look up, and is told the same:
+A rank reads only its own samples. Steps ahead, it sends each owner the rows that they look up, and receives the same:
 
     add       own samples of step s        -> for each other rank a list of keys, several steps in a message
     advance   messages of other ranks      -> kept as they came
@@ -9,8 +9,8 @@ A rank reads its own samples alone. It tells each owner, steps ahead, which rows
 A list needs no plan, so no two ranks wait for each other. But a rank with a longer horizon needs lists of steps that
 others would not read yet, so each message has its sender's horizon, and all read on to the longest.
 
-All ranks must plan the same steps. So each also tells where its data ends, the fault that it finds, and how far it has
-read the samples: no rank plans a step whose samples another one may be unable to read.
+All ranks must plan the same steps. So each also sends where its data ends, any fault that it finds, and how far it has
+read the samples: no rank plans a step whose samples another rank may be unable to read.
 
 A single rank sends nothing. Only the planning thread calls.
 
@@ -100,7 +100,7 @@ class KeyLinks(Protocol):
         """Returns a rank and its next message, None if none has arrived. Raises PeerLost."""
 
     def awaits(self, ranks: Sequence[int]) -> None:
-        """Says which ranks planning waits for now; none: it goes on."""
+        """Reports which ranks planning waits for now, or none."""
 
 
 class NoLinks:
@@ -117,7 +117,7 @@ class NoLinks:
 
 @dataclass(slots=True)
 class OtherRank:
-    """What another rank has told, and what it was not told yet."""
+    """What another rank has sent, and what was not sent to it yet."""
 
     number: int
     next_step: int  # of its next list
@@ -174,12 +174,12 @@ class KeyExchange:
 
     @property
     def _num_unsent(self) -> int:
-        """Steps whose lists wait to be sent."""
+        """Returns the number of steps whose lists wait to be sent."""
         return len(self._others[0].unsent) if self._others else 0  # as many for each
 
     @property
     def samples_ahead(self) -> int:
-        """Of how many steps to read the samples, if they are there, so that messages with lists tell them in time."""
+        """Returns of how many steps to read available samples, so that messages with lists report them in time."""
         return 1 + self._planner.bundle + self._together
 
     @property
@@ -198,7 +198,7 @@ class KeyExchange:
         return known <= horizon + spare or self._num_unsent > 0
 
     def add(self, ids: Scheduled[Lookups], sources: Sequence[Lookups], checksum: int) -> None:
-        """Adds the own samples of the next batch, and what this rank looks up. `checksum`: as in `StepKeys`."""
+        """Adds this rank's samples of the next batch, and their look-ups. `checksum`: as in `StepKeys`."""
         assert ids.step == self.next_step, f"step {ids.step} was added, but step {self.next_step} follows"
         wanted_rows = self._arranger.want(sources)
         self._added.append(Added(ids, wanted_rows, checksum))
@@ -229,7 +229,7 @@ class KeyExchange:
         """This rank has read its samples of one more step. `checksum`: theirs, as in `StepKeys`."""
         self._next_samples += 1
         self._samples.append(checksum)
-        self._untold.append(checksum)  # the next message will tell it
+        self._untold.append(checksum)  # the next message will report it
 
     def all_have_samples(self, step: int, count: int) -> bool:
         """Returns whether every rank has read its samples of `count` steps from `step` on, as this one has. Raises as
@@ -253,7 +253,7 @@ class KeyExchange:
             samples.popleft()
 
     def advance(self) -> bool:
-        """Receives what has arrived. Raises PeerLost for a message that no rank sends."""
+        """Receives what has arrived. Raises PeerLost for an impossible message."""
         worked = False
         while (arrived := self.links.receive()) is not None:
             number, message = arrived
@@ -274,8 +274,8 @@ class KeyExchange:
             self._tell_all()
 
     def take(self) -> tuple[Scheduled[Lookups], tuple[NeededRows, ...]] | None:
-        """Returns the next batch, once it is complete. Raises Mismatch if ranks read different batches, PeerLost for a
-        list that no rank sends."""
+        """Returns the next batch, once it is complete. Raises Mismatch if ranks read different batches, PeerLost for an
+        impossible list."""
         self._check_ends()
         if not self._added or self._next_taken >= self.fault_step:
             self._await(())
@@ -290,7 +290,7 @@ class KeyExchange:
 
     @property
     def ended(self) -> bool:
-        """Whether `take` has returned the last batch that all ranks have, and all have said so: rank 0 names no
+        """Whether `take` has returned the last batch that all ranks have, and all have confirmed it: rank 0 names no
         checkpoint after that."""
         has_fault = self._next_taken >= self.fault_step
         ends = [self._end, *(other.end for other in self._others)]
@@ -366,7 +366,7 @@ class KeyExchange:
         self._tell_all()
 
     def name_checkpoint(self) -> None:
-        """Lets all ranks make a checkpoint where the plans of all end, from the first step on that none can have
+        """Makes all ranks save a checkpoint where the plans of all end, from the first step on that none can have
         planned without the next list. The horizons of ranks may differ, and are no shorter than `least_ahead`."""
         if self._end is None and self.fault is None:
             step = self.next_step - self._planner.least_ahead

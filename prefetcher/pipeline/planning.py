@@ -27,7 +27,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 
 class CheckpointClock:
-    """Says when `seconds` have passed since it last did, or since the start."""
+    """Reports when `seconds` have passed since its last report, or since the start."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds, self._clock, self._last_s = seconds, clock, clock()
@@ -113,7 +113,7 @@ class BarriersDue:
             return DueBarrier("checkpoint", last=False)
         if not self._planner.ready():
             return None
-        # only here, where every rank knows whether the data has ended as well, and that no rank finds a fault there
+        # only here does every rank know whether the data has ended too, and that no rank finds a fault there
         if self.stop_reason is not None and self.planned_through == self._last_step is not None:
             return DueBarrier(self.stop_reason, last=True, after_samples=True)
         return DueBarrier("checkpoint", last=False) if self._planner.checkpoint_due else None

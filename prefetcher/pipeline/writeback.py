@@ -5,7 +5,7 @@ from before the plan is sent until its last row is applied. It never waits for r
 different stage only when it would overwrite more rows of a checkpoint than can be set aside, until the checkpoint has
 collected some. Collecting waits only for the disk.
 
-Each row is looked at before it is written: one that is not finite ends the run, so no store and no checkpoint holds it.
+Each row is checked before it is written. One that is not finite ends the run, so no store and no checkpoint holds it.
 """
 
 from collections import deque
@@ -113,7 +113,7 @@ class Writeback:
     def write_arrived(self) -> bool:
         message = self._inbox[0] if self._inbox else None
         self.waits_for_checkpoint = isinstance(message, RowsBack) and not self._has_room(message)
-        # a row that a script has returned may come back again at once: it is written alone
+        # a row that a script has returned may come back again at once, so it is written alone
         is_alone = not isinstance(message, RowsBack) or any(own.is_alone for own in self._writing)
         if message is None or self.waits_for_checkpoint or (is_alone and self._writing):
             return False

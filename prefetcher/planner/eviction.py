@@ -8,7 +8,7 @@ the queue of that step, in the same order (horizon.py):
     queue of step p+2    8 1
 
 The line is the group's; each part of it, a range of keys, has queues of its own. So a policy that takes rows from the
-heads of queues says only how many, and each part takes its own.
+heads of queues gives only their number, and each part takes its own.
 
 A policy that does not look ahead knows only the batch being planned: all rows are idle.
 """

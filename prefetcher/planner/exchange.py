@@ -16,7 +16,7 @@ are added, and a value without a neighbour passes unchanged. A part that does no
 zero would not change the sum, which starts from 0 and is never -0.0.
 
 A rank that owns whole tables of the group also looks these up for the parts of others (`protocol/parts.py`): its
-*sources* are its own parts, then those. Nobody else looks up their rows, so all of these stay.
+*sources* are its own parts, then those. No other rank looks up their rows, so all of these stay.
 
 `ShareOfBatch` makes a rank's plan from both: the look-ups of its sources, and the rows of its shard for all ranks.
 
@@ -146,7 +146,7 @@ NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnRows:
-    """What a rank knows of a group's rows in a batch from its own look-ups alone."""
+    """What a rank knows from its own look-ups alone about a group's rows in a batch."""
 
     parts: tuple[Grouping, ...]  # of this rank
     others: tuple[Grouping, ...]  # of all other parts, if this rank owns whole tables: their look-ups

@@ -2,12 +2,11 @@
 
     rows       each distinct row that a rank looks up and does not own, in the table's dtype; its gradient goes back
     table      a vector for each sample and feature, from the one owner to the other ranks; its gradient goes back
-    columns    as many bytes, a piece of each vector from each of several owners
+    columns    as many bytes: a piece of each vector from each of several owners
 
-Every rank reads the first batches whole, so all choose alike. Bytes are those that travel: what a rank keeps for itself
-is copied. A link carries both directions at once, so a rank is as busy as the larger of what it sends and receives,
-once forward and once backward.
-"""
+Every rank reads the first batches whole, so all choose the same. Only bytes that travel count: what a rank keeps for
+itself is copied. A link carries both directions at once, so a rank is as busy as the larger of what it sends and
+receives, once forward and once backward."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -75,7 +74,7 @@ def touched_by(
     """`keys_of_groups`: of each group, the distinct rows of each batch that are in one of `num_shards` shards."""
     largest, counts = [], []
     for group, keys in zip(groups, keys_of_groups, strict=True):
-        # not 0: later batches may touch a group that these do not
+        # not 0, because later batches may touch a group that these do not
         largest.append(max((len(batch_keys) for batch_keys in keys), default=0) or 1)
         every = np.sort(np.concatenate(keys or [NO_ROWS]), kind="stable")  # merges; numpy's unique is slower
         num_distinct = int(np.count_nonzero(np.diff(every, prepend=-1)))
@@ -129,7 +128,7 @@ def divide_capacity(
     capacity_rows: int | None = None,
     fixed_rows: Mapping[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """Slots of each group, from one of the two capacities; rows are for a single group.
+    """Returns the slots of each group, from one of the two capacities; one in rows is for a single group.
 
     Groups in `fixed_rows` (the job file's cache.groups) get that number. Every other group gets the rows of its largest
     batch. The rest is divided in proportion to the distinct bytes that each touches, up to a group's rows; the other
@@ -266,7 +265,7 @@ class Traffic:
                 self.rows[:, RECEIVED, rank] += wanted.sum(axis=1)
 
     def of_each(self, placements: Sequence[Placement]) -> list[TableBytes]:
-        """`placements`: of each table, which is only said."""
+        """`placements`: of each table, which is only reported."""
         rows = self.rows[:, RECEIVED].sum(axis=1) * (self._row_bytes + self._gradient_bytes) / self._times
         vectors = 2 * self._vector_bytes * (self.samples.sum() * (self._count - 1) / self._count) / self._times
         each = zip(self.job.tables, rows.tolist(), vectors.tolist(), placements, self.owners(placements), strict=True)
@@ -276,9 +275,9 @@ class Traffic:
         ]
 
     def gains(self) -> I64:
-        """Returns the bytes that each table saves as vectors, [T], over ranks and steps. What ranks keep for themselves
-        is counted too: which rows these are is luck. A table of single look-ups gains only if gradients are narrower
-        than rows."""
+        """Returns the bytes that each table saves as vectors, [T], over ranks and steps. Counts what ranks keep for
+        themselves too, because which rows these are is luck. A table of single look-ups gains only if gradients are
+        narrower than rows."""
         gains: I64 = (
             self.distinct * (self._row_bytes + self._gradient_bytes) - 2 * self._vector_bytes * self.samples.sum()
         )
@@ -330,7 +329,7 @@ class Traffic:
 
 
 def everywhere(job: Job, way: Placement) -> list[Placement]:
-    """Returns the placement of each table if all that are pooled are placed so; "columns": in the smallest pieces."""
+    """Returns each table's placement if all that are pooled have this one; "columns": in the smallest pieces."""
     placed = [placement_of(cuts(job, table)[-1]) if way == "columns" else way for table in job.tables]
     return [
         "rows" if table.pooling == "none" else placement for table, placement in zip(job.tables, placed, strict=True)
@@ -388,7 +387,7 @@ def beyond(memory: str | int | None, traffic: Traffic, placements: Sequence[Plac
 
 
 def short_of_memory(asked: Job, placed: Job, count: Callable[[], Traffic]) -> str:
-    """Returns a sentence about what `ranks.memory` leaves no room for; "" if all fits. `asked`: the job as its file has
+    """Returns a sentence about what does not fit into `ranks.memory`; "" if all fits. `asked`: the job as its file has
     it. `placed`: with every table placed. `count`: counts the run's first batches."""
     memory = asked.ranks.memory
     if memory is None:

@@ -194,7 +194,7 @@ class GroupPlanner:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that grows with slots and horizon."""
+        """Returns the bytes of everything that grows with slots and horizon."""
         of_parts = sum(part.directory.cells.nbytes + part.occurrences.queue_bytes for part in self.parts)
         return of_parts + self.occurrences.nbytes - self.occurrences.queue_bytes
 
@@ -258,7 +258,7 @@ class GroupPlanner:
                 self.state[name], self.state[f"num_{name}"] = array.ctypes.data, len(array)
 
     def _divide(self, keys: I64) -> None:
-        """Makes the parts, before any row is tracked: each has as many of the first batch's rows."""
+        """Makes the parts, before any row is tracked, with equally many of the first batch's rows."""
         count = num_parts(len(keys), self._pool.num_threads)
         cuts = [keys[len(keys) * k // count] for k in range(1, count)]
         self.bounds = np.array([ALL_KEYS[0], *cuts, ALL_KEYS[1]])

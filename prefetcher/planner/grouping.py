@@ -73,7 +73,7 @@ class Grouping:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether `order` is enough for the trainer: each bag holds one look-up, at a position of two bytes."""
+        """Whether `order` is all that the trainer needs: each bag holds one look-up, at a position of two bytes."""
         has_others = (self.offsets is not None) | (self.weights is not None) | (self.sequence_offsets is not None)
         return not has_others and self.order.dtype == np.uint16
 

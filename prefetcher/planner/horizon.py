@@ -11,8 +11,8 @@ counted over the whole run; its index in the buffer is the position modulo the b
     next_in                       3 4 0            0 2             0 0     distance to the row's next occurrence, or 0
 
 The state of a resident row is kept in its next occurrence. So a plan reads its batch's occurrences in sequence and
-moves each row's state to the row's next occurrence, in a later batch in the same order of keys: planning never searches
-and rarely misses the processor's cache. A row without a known next use is *idle*: its state stays in its last
+moves each row's state to the row's next occurrence, in a later batch in the same order of keys: planning never
+searches, and rarely misses the processor's cache. A row without a known next use is *idle*: its state stays in its last
 occurrence, before the head. So the occurrences from `oldest` to the head, read from left to right, are the line of idle
 rows by (last use, key), with gaps where rows have moved.
 
@@ -234,7 +234,7 @@ class Occurrences(NamedTuple):
 
 
 class Revived(NamedTuple):
-    """Rows of an entering batch that were idle, as many as its queue's tail says."""
+    """Rows of an entering batch that were idle, as many as its queue's tail."""
 
     positions: I64  # where they were in the line
     rows: I32  # counted from the batch's first

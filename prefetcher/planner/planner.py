@@ -151,7 +151,7 @@ class Level:
     """
 
     def __init__(self, groups: Sequence[GroupPlanner], *, trains: bool) -> None:
-        """`trains`: on the device only: a row that leaves a lower level is home, as it has left the device."""
+        """`trains`: only for the device: a row that leaves a lower level has left the device and is home."""
         self.groups, self._trains = groups, trains
         self._states = np.stack([group.state for group in groups])
         for group, state in zip(groups, self._states, strict=True):
@@ -231,7 +231,7 @@ class AutoHorizon:
     knowing more would have changed nothing. A plan that left idle rows chose among rows without a known next use, so
     the horizon grows. While a group has free slots there is nothing to evict yet, and the horizon grows by 8 batches
     per step in preparation, to about eight times the steps that fill the cache once. On 18 logs this fetched exactly as
-    many rows as the bound (docs/log/planner.md). All levels count: the horizon grows until none has anything to guess.
+    many rows as the bound (docs/log/planner.md). All levels count: the horizon grows until none has to guess.
 
     Only the plans and the budget decide, never time: two runs over the same data have the same horizon at every step.
 
@@ -328,7 +328,7 @@ class RowPlanner:
         return own_parts(lookups, self.rank, self._batch_features) if self.rank.is_divided else [lookups]
 
     def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
-        """Groups the look-ups of a batch, of all ranks. Several planners over the same batches can `add` the result."""
+        """Groups the look-ups of a batch, of all ranks. Several planners of the same batches can `add` the result."""
         return self.arranger.group(self._parts(batch))
 
     def _parts(self, batch: Lookups) -> Sequence[Lookups]:
@@ -500,7 +500,7 @@ class RowPlanner:
 
 
 def moves_of(number: int, places: Places, moves: Sequence[GroupMoves]) -> list[GroupMoves]:
-    """Returns what a group's moves are to a step of the plan: its own slots; to the first one also what moves."""
+    """Returns a group's moves for one step of the plan: its slots, and with the first step also what moves."""
     device, *below = moves
     slots = device.unique_slots[places]
     if number == 0:

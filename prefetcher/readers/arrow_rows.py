@@ -100,7 +100,7 @@ def without(values: Any, missing: Sequence[str]) -> Any:
 
 
 def parsed(texts: Any, mark: DecimalMark, name: str, location: Location) -> F64:
-    """Returns f64 [n], NaN for a missing one. Raises DataError for a text that is no number."""
+    """Returns f64 [n], NaN for a missing one. Raises DataError for text that is not a number."""
     numbers = written_numbers(texts, mark)
     wrong = np.isnan(numbers) & texts.is_valid().to_numpy(zero_copy_only=False)
     if wrong.any():
@@ -409,7 +409,7 @@ def lookup_values(table: Any, name: str, feature: CheckedFeature, lengths: Ids |
 
 
 def numbers(values: Any, name: str, location: Location) -> npt.NDArray[Any]:
-    """Returns bool, integers or floats. Raises DataError for a missing value that is no float."""
+    """Returns bool, integers or floats. Raises DataError for a missing value that is not a float."""
     if values.null_count and not pa.types.is_floating(values.type):
         at = int(np.argmax(values.is_null().to_numpy(zero_copy_only=False)))
         raise DataError(f"{location(at)}, column {name}: the value is missing; give missing ones a value of their own")

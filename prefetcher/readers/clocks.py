@@ -32,14 +32,14 @@ UNITS = ((1e11, 1), (1e14, 1e3), (1e17, 1e6), (np.inf, 1e9))
 
 
 def is_time(kind: Any) -> bool:
-    """Whether times can be in a column of this type of Arrow."""
+    """Whether a column of this Arrow type can hold times."""
     tests = (is_text, pa.types.is_integer, pa.types.is_floating, pa.types.is_timestamp, pa.types.is_date)
     return any(test(kind) for test in tests)
 
 
 def clock_numbers(values: Any, rule: Prepare, name: str, location: Location) -> F64:
     """Returns f64 [n] of a pyarrow array [n] of times, NaN for a missing one and for empty text. Raises DataError for a
-    value that is no time."""
+    value that is not a time."""
     if is_text(values.type):
         texts = values.cast(pa.binary())
         values = pc.if_else(pc.equal(pc.binary_length(texts), 0), None, texts)
@@ -64,7 +64,7 @@ def clock_numbers(values: Any, rule: Prepare, name: str, location: Location) -> 
 
 
 def seconds_of(values: Any, form: str) -> F64:
-    """Returns f64 [n]; NaN for a missing value, and for one that is no time of this form."""
+    """Returns f64 [n]; NaN for a missing value, and for one that is not a time of this form."""
     if pa.types.is_timestamp(values.type) or pa.types.is_date(values.type):
         return of_timestamps(values.cast(pa.timestamp("us", getattr(values.type, "tz", None)), safe=False))
     if is_text(values.type):
@@ -77,7 +77,7 @@ def seconds_of(values: Any, form: str) -> F64:
 
 
 def whole(numbers: Any) -> Any:
-    """Returns int64; null for a fraction and for what int64 cannot hold."""
+    """Returns int64; null for a fraction and for values beyond int64."""
     fits = pc.and_(pc.equal(pc.floor(numbers), numbers), pc.less(pc.abs(numbers), 2.0**63))
     return pc.if_else(fits, numbers, None).cast(pa.int64(), safe=False)
 
@@ -96,7 +96,7 @@ def of_numbers(numbers: F64) -> F64:
 
 
 def of_iso(texts: Any) -> F64:
-    """Arrow reads arrays of one kind at once. What it refuses is read by the format, to the same seconds."""
+    """Reads arrays of one form at once by Arrow. What that refuses is read by the format, to the same seconds."""
     first = next((text for at in range(len(texts)) if (text := texts[at].as_py()) is not None), b"")
     kind = pa.float64() if re.fullmatch(NUMBER, first) else pa.timestamp("us", "UTC" if ZONED.search(first) else None)
     with suppress(pa.ArrowInvalid):

@@ -1,9 +1,9 @@
-"""Reads the files of a folder as they arrive there (data.follow), until one of the name END does.
+"""Reads the files of a folder as they arrive (data.follow), until a file named END does.
 
     the folder, once a second -> files after the last known -> ColumnRows of each -> batches, each once it is full
 
-Batch k is rows k * data.batch_size up to the next batch's, of the files in their order. So a batch depends on the files
-alone: decoders, ranks and restarts agree on it without a word. Each decoder lists the folder for itself.
+Batch k is rows k * data.batch_size up to the next batch's, of the files in their order. So a batch depends only on
+the files: decoders, ranks and restarts agree on it without messages. Each decoder lists the folder for itself.
 """
 
 import os
@@ -62,7 +62,7 @@ from rowcast.runtime.checkpoint_manifest import NOTHING_READ, DataFile, Training
 from rowcast.runtime.errors import ConfigError, DataError, instead
 
 LIST_EVERY_S = 1.0
-UNFINISHED = (".partial", ".tmp", ".crc")  # names that end so are no files yet
+UNFINISHED = (".partial", ".tmp", ".crc")  # files with such names are not finished
 END = "END"
 ENDLESS = 2**62  # rows
 
@@ -76,13 +76,13 @@ class ReadFile(NamedTuple):
 
 
 def checksum_of(files: Sequence[ReadFile]) -> int:
-    """Returns a number by which ranks see whether they have read the same files; 0 for none."""
+    """Returns a number by which ranks compare the files that they have read; 0 for none."""
     texts = [f"{read.file.checksum} {read.rows.start}" for read in files]
     return xxhash.xxh3_64_intdigest(" ".join(texts).encode()) if files else 0
 
 
 class Arrivals:
-    """What a decoder and its reader tell each other."""
+    """What a decoder and its reader share."""
 
     def __init__(self, trained_on: TrainingData = NOTHING_READ, before_wait: Callable[[], None] = lambda: None) -> None:
         """`trained_on`: of the checkpoint from which the run goes on. `before_wait` is called before each wait."""
@@ -192,12 +192,12 @@ class FollowedFiles:
         self._last = Path(path, PurePath(known.last_before).name) if known.last_before else None  # known file
         self._seen: set[str] | None = None  # names of the last listing; None before the first
         self._listed = deque[Path]()  # and not opened
-        self._expected = deque(known.files)  # that the run had read, in order, and that were not opened yet
+        self._expected = deque(known.files)  # that the run had read, in order, and that are not opened yet
         self._ended = False
         self.files, self.paths, self.bounds = list[FollowedFile](), list[Path](), np.array([known.rows_before])
         if not self.grow() and not known.last_before:
             raise DataError(f"data.path: {path} has the file {END} and no file with rows; add some")
-        # which all other files must be like; if all rows were trained before a restart, that of the last file
+        # the form of all other files; after a restart with all rows trained, that of the last file
         self.first = self.files[0].rows if self.files else rows_of([Path(path, PurePath(known.last_before).name)])
 
     @property

@@ -99,7 +99,7 @@ def text_of(number: Any) -> str:
 
 
 def hashes_by_value(texts: Any, rule: ByValue) -> U64:
-    """Arrow finds the short whole numbers at once; what is left is looked at one by one."""
+    """Arrow finds the short whole numbers at once; the rest is checked one by one."""
     are_whole = pc.match_substring_regex(texts, SHORT_WHOLE).to_numpy(zero_copy_only=False)
     hashes = np.empty(len(texts), np.uint64)
     numbers = pc.replace_substring_regex(texts.filter(pa.array(are_whole)), SHORT_WHOLE, r"\1").cast(pa.large_string())

@@ -39,13 +39,13 @@ class CheckedFeature:
 
     @property
     def rule(self) -> bool | int:
-        """As copies of text name it, those of before too."""
+        """Returns the rule's name in copies of text, which earlier copies have too."""
         return {False: False, "earlier": True, True: 2}[self.by_value]
 
 
 @contextmanager
 def decoding(location: Location, number: int) -> Iterator[None]:
-    """Lets a library decode what a file holds in a number of places: whatever it raises is a DataError."""
+    """Lets a library decode a file's content in this block, and turns whatever it raises into a DataError."""
     try:
         yield
     except RowcastError:
@@ -61,7 +61,7 @@ def row_location(path: Path, rows: Ids | range) -> Location:
 
 
 def line_location(path: Path, first: int) -> Location:
-    """Of consecutive lines; line `first` of the file is the first."""
+    """Returns the location of consecutive lines; line `first` of the file is the first."""
     return lambda i: f"{path}, line {first + i}"
 
 
@@ -128,7 +128,7 @@ class IdCheck:
         self.types: dict[str, tuple[IdType, str]] = {}  # of hashed features: the first file that has some, and which
 
     def note_type(self, feature: str, kind: IdType, path: str) -> None:
-        """Raises DataError if another file has ids of another type: their rows would be others."""
+        """Raises DataError if another file has ids of another type, which would become other rows."""
         first, where = self.types.setdefault(feature, (kind, path))
         if kind != first:
             raise other_type(feature, (kind, path), (first, where))

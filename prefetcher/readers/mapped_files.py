@@ -43,7 +43,7 @@ class MappedFile:
 
     def open(self) -> list[int]:
         """Opens all record batches, and returns their numbers of rows. Raises ValueError for one that is compressed or
-        has fewer values than rows, and what pyarrow raises for one that it cannot read."""
+        has fewer values than rows, and pyarrow's errors for one that it cannot read."""
         for index in range(len(self._batches)):
             self._open(index)
         return [batch.num_rows for batch in self._batches]
@@ -92,7 +92,7 @@ class MappedFile:
         return pa.Array.from_buffers(self._kinds[column], len(values), [bits, pa.py_buffer(values)])
 
     def _whole(self, column: int, index: int) -> Any:
-        """Returns a column of a record batch whose every offset and index has been compared with what it leads to."""
+        """Returns a column of a record batch after checking every offset and index against its target."""
         values = self._batches[index].column(column)
         if (column, index) not in self._compared:
             kind = values.type

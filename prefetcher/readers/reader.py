@@ -12,8 +12,8 @@ Adds the features of data.negatives to what a file has: their ids are drawn, in 
     drawn                            negative     `draws(job.seed, split, epoch, batch)`, feature by feature
     delivered     history  positive  negative     ids, and beside them the arrays negative.id and negative.log_q
 
-Two streams of one batch, of ids and of dense features, draw for themselves and draw the same. So do ranks: each decodes
-its own samples, unless a feature is drawn for look-ups, whose draws follow those of the samples before.
+Two streams of one batch, of ids and of dense features, each draw for themselves, with equal results. So do ranks: each
+decodes its own samples, unless a feature is drawn for look-ups, whose draws follow those of earlier samples.
 """
 
 import dataclasses
@@ -119,7 +119,7 @@ def whole_batch(decode: Pending) -> Batch:
 
 
 def can_share(job: Job) -> bool:
-    """Returns whether several readers can divide the batches: not if foreign code makes them one by one."""
+    """Returns whether several readers can divide the batches: they cannot if foreign code makes batches one by one."""
     return job.data.format in FORMATS
 
 
@@ -230,7 +230,7 @@ class Schedule:
 
 
 class EachFileFirst(Schedule):
-    """Evaluates each file before it is trained. What follows a training batch may not be known when that is read. So a
+    """Evaluates each file before it is trained. When a training batch is read, what follows may not be known. So a
     position outside an evaluation is before that of its next batch, and one at the end of an evaluation behind it."""
 
     def _epoch(self, at: Position) -> Generator[Scheduled[Pending], None, Position]:

@@ -66,13 +66,13 @@ def open_files(job: Job, ids: IdCheck, rows_of: Callable[[list[Path]], DataSetRo
     ConfigError if there is no file.
     """
     held_out, rows = eval_path(job), rows_of(files_of(job, "path"))
-    if held_out is None or held_out == job.data.path:  # of the same files, one index of their rows is enough
+    if held_out is None or held_out == job.data.path:  # one index is enough for the same files
         return RowReader(job, ids, rows, None if held_out is None else rows)
     return RowReader(job, ids, rows, rows_of(files_of(job, "eval_path")))
 
 
 class ReaderOfRows(ABC):
-    """What readers of rows have alike: the check of their ids, and batches of decoded parts."""
+    """What readers of rows share: the check of their ids, and batches of decoded parts."""
 
     def __init__(self, job: Job, ids: IdCheck) -> None:
         self._job, self._ids = job, ids

@@ -177,7 +177,7 @@ class Source:
         return [self._ids] if self._dense is None else [self._ids, self._dense]
 
     def _go_on_with(self, ids: BatchStream, dense: BatchStream | None) -> None:
-        """All batches that were returned have been put back, and these streams start after them."""
+        """Goes on with streams that start after all returned batches, which have been put back."""
         ids.counters = self.counters
         self._ids, self._dense, self._broken, self._polled = ids, dense, None, None
         self._num_ids, self._num_arrived = 0, len(self._kept)
@@ -235,7 +235,7 @@ class RankSource:
     """
 
     def __init__(self, source: Source, rank: Rank, of: Belonging) -> None:
-        # of what was polled last: of its files (data.follow), or of all its samples if it came whole; else 0
+        # of the batch polled last: of its files (data.follow), or of all its samples if it came whole; else 0
         self.checksum = 0
         self.whole: Lookups  # as the ids that were polled last came: of all samples, if this rank reads these
         self.belonging = of
@@ -297,8 +297,8 @@ NO_SAMPLES = Samples(dense=np.zeros((1, 0), np.float32), labels=np.zeros(1, np.f
 
 
 class ScriptIds:
-    """The batches of a training script: the rows that it will look up, step by step, as it tells them. A batch is one
-    sample, and each table a feature with a bag of distinct rows. Samples stay in the script.
+    """The batches of a training script: the rows that it will look up, step by step, as it announces them. A batch is
+    one sample, and each table a feature with a bag of distinct rows. Samples stay in the script.
 
     Implements `BatchStream`. The mail's thread calls `accept`, the planning's the others."""
 
@@ -335,7 +335,7 @@ class ScriptIds:
         self._step, self._train_step, self._parts = self._step + 1, self._train_step + message.trains, []
 
     def start(self) -> None:
-        """Nothing has to start: the script sends."""
+        """Does nothing: the script sends by itself."""
 
     def info(self) -> SourceInfo:
         return SourceInfo(dense_names=[], expected_train_steps=None, num_train=None, num_eval=None, paths=[])

@@ -90,7 +90,7 @@ def text_of(file: HashingReader, path: Path) -> Iterator[IO[bytes]]:
 
 
 class LineEnds(io.RawIOBase):
-    """Text whose lines end in CR, with LF instead."""
+    """Text whose lines end in CR, read with LF instead."""
 
     def __init__(self, text: io.BufferedIOBase) -> None:
         self._text = text

@@ -98,7 +98,7 @@ class EndOfBatches:
 
 
 class Waiting(NamedTuple):
-    """The child has sent all that it has, and waits for a file."""
+    """The child has sent everything, and waits for a file."""
 
 
 class LogLine(NamedTuple):

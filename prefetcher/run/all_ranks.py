@@ -137,6 +137,6 @@ class AllRanks:
         if self._stop.advance():
             self._kill_at_s = time.monotonic() + STOP_S
             get_logger().info("stopping all ranks of this host", reason=self._signals.stop_reason)
-        if time.monotonic() > self._kill_at_s:  # a stopped one would outlive us
+        if time.monotonic() > self._kill_at_s:  # a stopped child would outlive us
             for child in self._children:
                 child.signal(signal.SIGKILL)

@@ -86,7 +86,7 @@ class PrefetcherAttempt:
         self.newest = newest  # the newest checkpoint on disk
         self._run_id = point.run_id
         self.finished = False  # the run is complete, everything is durable and the trainer has said goodbye
-        self.ended_early = ""  # why it is complete before the data has ended
+        self.ended_early = ""  # why it was complete before the data ended
         self._run = run
         self._job = run.job if newest is None else with_recorded_rule(run.job, newest)
         self._recorded = self._job  # in checkpoints
@@ -252,7 +252,7 @@ class PrefetcherAttempt:
         return training_data(info.dense_names, info.paths)
 
     def _followed(self, position: Position) -> TrainingData:
-        """Returns what a checkpoint at `position` says about the files that arrive."""
+        """Returns what a checkpoint at `position` records about the files that arrive."""
         names, data = tuple(self._source.info().dense_names), self._job.data
         row, window = position.train_batch * data.batch_size, data.shuffle_window or 1
         read = self._source.read.trained_on(row // window * window)
@@ -446,7 +446,7 @@ class PrefetcherRun:
         self.tables = Tables(with_tables_of_pair(self.job, number), self.groups, self.checkpoints, self.shard)
 
     def place(self, job: Job) -> Job:
-        """Settles who owns which rows, the same in every attempt, and returns `job`."""
+        """Settles which rank owns which rows, the same in every attempt, and returns `job`."""
         self.groups = group_specs(job)
         self.counters.place(self.groups)
         self.shard = replace(self.shard, points=points_in(self.groups))

@@ -59,7 +59,7 @@ def gauges_of(engine: PrefetcherEngine, idle: PrefetcherGauges, queued: int) -> 
 
 
 def plans_between(older: int | None, newer: int | None) -> int:
-    """Returns the plans after `older` up to `newer`; None: before plan 0."""
+    """Returns the plans after `older` up to `newer`; None stands before plan 0."""
     return max(0, (-1 if newer is None else newer) - (-1 if older is None else older))
 
 

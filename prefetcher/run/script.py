@@ -1,7 +1,7 @@
 """Serves the rows of a training script that `rowcast.adopt` has adopted: `python -m rowcast.prefetcher.run.script JOB`.
 
-The script's process starts it, tells it the rows that it will look up, and asks for others. It ends with its script
-and leaves only what `rowcast.save` has asked for.
+The script's process starts it, announces the rows that it will look up, and asks for others. It ends with its script,
+and leaves only what `rowcast.save` asked for.
 """
 
 import os
@@ -202,7 +202,7 @@ class ScriptSaves:
         self._job, self._groups, self._stores, self._send = job, groups, stores, send
         self._locked = ExitStack()
         self._saving: tuple[Save, CheckpointWriter] | None = None
-        self._changing = threading.Lock()  # rows are frozen for a save, or no more
+        self._changing = threading.Lock()  # whether rows are frozen for a save
 
     def take(self, message: Save) -> None:
         while self._saving is not None:  # an interrupt has ended the script's wait for the last one
@@ -251,7 +251,7 @@ class ScriptSaves:
         return progress
 
     def _fail(self, message: Save, error: Exception) -> None:
-        """The save before stays, and the script goes on: it knows which rows the next save needs."""
+        """The previous save stays, and the script goes on: it still knows which rows the next save needs."""
         with self._changing:
             self._saving = None
             for store in self._stores:

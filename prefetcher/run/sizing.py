@@ -10,7 +10,7 @@ more pieces.
 A store with a memory tier keeps two kinds of rows there: rows that the planner counts (`job_levels`), and rows that
 wait to leave until all rows of their step are home (`tier_reserve`).
 
-What the prefetcher of a run decides before its first step, and refuses. `rowcast check` asks the same.
+Decides, before the first step of a run, what the prefetcher needs and refuses. `rowcast check` asks the same.
 """
 
 import operator
@@ -58,7 +58,7 @@ from rowcast.runtime.telemetry.logs import get_logger
 
 LEAST_RING_BYTES = 2 * 2**20
 LEAST_STAGING_BYTES = 2**19
-ARRAYS_SPARE = 1.25  # for dense features and labels, still unknown, and for larger batches
+ARRAYS_SPARE = 1.25  # for dense features and labels, which are unknown yet, and for larger batches
 MOST_THREADS = 8
 DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/kfd"))  # drivers of NVIDIA and AMD make them
 ONE_PART = 1  # of the planner, for a tier's slots: they decide plans, so a machine's cores may not decide them

@@ -2,7 +2,7 @@
 
 With several ranks, the parent of rank 0's prefetcher decides for all (`settle_run`). The prefetcher of a rank then
 looks before each attempt (`look`). It may look too early, on a different host or during a checkpoint; the trainers
-compare what their prefetchers found, and all look again if it differs.
+compare what their prefetchers found, and if it differs all look again.
 """
 
 import time
@@ -165,7 +165,7 @@ class Tables:
         self._counts: tuple[StoreCounts | None, ...] = (no_counts,) * len(groups)  # before and after the stores
 
     def place(self, job: Job, groups: tuple[GroupSpec, ...], shard: OwnShard) -> None:
-        """Says which rows are of this process, before `restore`. `job`: with every table placed."""
+        """Sets which rows belong to this process, before `restore`. `job`: with every table placed."""
         if shard != self._shard:  # a first look found an earlier run
             self.close()
             self._is_known = False

@@ -261,8 +261,8 @@ def records_of(lines: LinePiece, layout: CsvLayout) -> tuple[list[int], list[int
 
 
 def record_pattern(delimiter: str) -> re.Pattern[bytes]:
-    """A quote opens a cell only at its beginning, and within its quotes two are one. A cell with line breaks ends with
-    its quotes: else two quotes that are not closed would hide the rows between them."""
+    """Returns the pattern of a record. A quote opens a cell only at its beginning; inside, two quotes are one. A cell
+    with line breaks must end with its quotes: otherwise two stray quotes would hide the rows between them."""
     mark = re.escape(delimiter.encode())
     broken, quoted = rb'"[^"]*+(?:""[^"]*+)*+"(?=%b|\r?\n)' % mark, rb'"[^"\n]*+(?:""[^"\n]*+)*+"[^%b\n]*+' % mark
     cell = rb'(?:%b|%b|(?!")[^%b\n]*+)' % (broken, quoted, mark)
@@ -270,7 +270,7 @@ def record_pattern(delimiter: str) -> re.Pattern[bytes]:
 
 
 def place_of(layout: CsvLayout, path: Path, row: int) -> str:
-    """Names the first line of a row, in a file that is read for it."""
+    """Names the first line of a row, for which it reads the file."""
     rest, seen = NO_LINES, 0
     with open_text(path) as stream:
         for piece in pieces(stream, path, layout.header_lines):
@@ -332,7 +332,7 @@ def with_separators(lines: bytes, delimiter: str) -> bytes:
 
 def split_cells(texts: Any, cell: Cell) -> Any:
     """Splits cells of text into lists; an empty item is null. Raises ArrowInvalid for an item of another kind, and
-    ValueError for a cell that must be a list and is none."""
+    ValueError for a cell that should be a list and is not."""
     lists = split_brackets(texts) if cell.separator == BRACKETS else pc.split_pattern(texts, cell.separator)
     items = pc.if_else(pc.equal(pc.binary_length(lists.values), 0), None, lists.values)
     if cell.kind != "text":

@@ -45,7 +45,7 @@ NUMBER, WHOLE, UNSIGNED, WORD, TEXT = pa.float64(), pa.int64(), pa.uint64(), pa.
 MOST_DEPTH = 64
 FLAT = rb'(?:"[^"]*"|\{[^{}]*\}|\[[^\[\]{}]*\]|[^\s"\[{,]+)'  # a value without objects in it
 ARRAY, WRAPPED = rb"\s*\[\s*\{", rb'\s*\{(?:\s*"[^"]*"\s*:\s*' + FLAT + rb'\s*,)*\s*"[^"]*"\s*:\s*\[\s*\{'
-LONGEST_START, OBJECTS = 8192, 20_000  # bytes that tell what a file is; objects that are decoded together
+LONGEST_START, OBJECTS = 8192, 20_000  # bytes that identify a file; objects that are decoded together
 WHAT = {
     NUMBER: "a number",
     WHOLE: "an integer of 64 bits, as in the first lines",
@@ -118,7 +118,7 @@ def object_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[LinePiece, Loc
 
 
 def has_lines(path: Path) -> bool:
-    """Also for a first line that is nested too deep, which `check_depth` refuses."""
+    """Also True for a first line that is nested too deep, which `check_depth` refuses."""
     first, second = first_lines(path)
     try:
         return bool(second.strip()) and content_of(first.removeprefix(b"\xef\xbb\xbf")) is not None
@@ -156,7 +156,7 @@ def values_of(lines: bytes, location: Location) -> dict[str, list[Any]]:
 
 
 def content_of(line: bytes) -> Any:
-    """Returns None for a line that is no JSON."""
+    """Returns None for a line that is not JSON."""
     for parse in (msgspec.json.decode, json.loads):  # the second, slower, takes numbers beyond fp64
         with suppress(ValueError):
             return parse(line)
@@ -164,8 +164,8 @@ def content_of(line: bytes) -> Any:
 
 
 def kind_of(values: Sequence[Any]) -> Any:
-    """Returns the type of the first value, and of the others of its kind; the parser refuses those of other kinds.
-    Without values, any type will do."""
+    """Returns a type for the first value and all others of its kind; the parser refuses other kinds. Without values,
+    any type will do."""
     first = values[0] if values else 0
     if isinstance(first, list):
         items = [item for value in values if isinstance(value, list) for item in value if item is not None]
@@ -202,7 +202,8 @@ def as_number(kind: Any, whole: Any) -> Any:
 
 
 def check_depth(lines: bytes, location: Location) -> None:
-    """Raises DataError for a line with brackets within MOST_DEPTH others: parsers of JSON call themselves for each."""
+    """Raises DataError for a line with brackets nested deeper than MOST_DEPTH, because JSON parsers recurse into
+    each."""
     content = np.frombuffer(lines, np.uint8)
     ends, opened = np.flatnonzero(content == ord("\n")), np.flatnonzero((content & 0xDF) == ord("["))  # and {
     counts = np.bincount(np.searchsorted(ends, opened))

@@ -177,8 +177,8 @@ def rows_of(job: Job, ids: IdCheck, part: Columns, paths: list[Path]) -> ColumnR
 
 
 def roles_in(job: Job, paths: list[Path], schemas: list[Any], ids: IdCheck) -> Roles:
-    """Returns the roles of the first file's columns. Raises DataError or ConfigError for a file that does not have
-    them, or whose ids have another type than those of a file before."""
+    """Returns the roles of the first file's columns. Raises DataError or ConfigError for a file without
+    them, or whose ids have another type than those of an earlier file."""
     first = schemas[0]
     roles = roles_of(job, paths[0], first.names, lambda: [field.name for field in first if is_number(field.type)])
     for path, schema in zip(paths, schemas, strict=True):

@@ -197,7 +197,7 @@ class SyntheticColumn:
 
 
 def variance_shares(concentrations: list[float | None]) -> F64:
-    """Returns each column's fraction of the logit's variance, 1 in total. None: a column of one id, which has no
+    """Returns each column's fraction of the logit's variance, 1 in total; None for a column of one id, which has no
     variance."""
     own = np.array([concentration or 0.0 for concentration in concentrations])
     varied = own > 0

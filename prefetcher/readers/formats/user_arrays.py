@@ -9,7 +9,7 @@ No framework is imported: `numpy.asarray` converts tensors.
     (dense, sparse, labels)                        a tuple or list
 
 where `labels` are [B], or [B, T] with data.columns.labels, and a mapping may have none;
-dense features, labels and weights become fp32, and what that changes is refused (`id_check.py`);
+dense features, labels and weights become fp32, and values that this changes are refused (`id_check.py`);
 
 `sparse` is one of
 
