@@ -1,4 +1,4 @@
-"""Scans a log: the distinct rows of every step of a run, read once and asked with every setting.
+"""Scans a log: reads the distinct rows of every step of a run once, for simulations with every setting.
 
 It takes 8 bytes per distinct row of each batch, and nothing for the tables. All of it is needed at once, because the
 bound (`belady`) knows the whole future.
@@ -7,7 +7,7 @@ Computes every rank's work in a step at once.
 
     batch --> look-ups of each of N ranks --> rows that it wants --> rows by owner --> the planner of each owner
 
-Each rank does what its prefetcher does (`prefetcher/planner/exchange.py`), and nothing is done twice.
+Each rank does the work of its prefetcher (`prefetcher/planner/exchange.py`), and nothing is done twice.
 
 Samples a job's data: draws batches, spread evenly over one epoch.
 
@@ -214,7 +214,7 @@ class Amount:
 def draw_batches(job: Job, reader: Reader, amount: Amount, split: Kind) -> Iterator[int]:
     """Yields the numbers of batches, ascending; a function of job.seed and the arguments.
 
-    Endless if only reading can tell the length of an epoch, as for data.format = "package.module:factory";
+    Never ends if only reading shows the length of an epoch, as for data.format = "package.module:factory";
     `read_drawn` ends."""
     num_samples = reader.num_samples(split)
     share = amount.share if num_samples is None else share_of(job, amount, num_samples)

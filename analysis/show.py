@@ -1,5 +1,5 @@
-"""How every command of this package shows its progress and says what it found: tables, sentences, or a line of JSON;
-and the findings of `rowcast check`.
+"""Shows the progress and the results of every command of this package: tables, sentences, or a line of JSON; and the
+findings of `rowcast check`.
 """
 
 import sys
@@ -85,7 +85,7 @@ def table_of(
 
 
 def show(value: object, parts: Iterable[Part], *, as_json: bool) -> None:
-    """Prints the value as JSON, or the parts that say the same."""
+    """Prints the value as JSON, or the equivalent parts."""
     if as_json:
         print_json(value)
     else:
@@ -132,7 +132,8 @@ def about(subject: str, findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def findings_of(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Returns the findings of a check. An exception is what a run would report: an error that ends the check."""
+    """Returns the findings of a check. An exception, which a run would report too, becomes an error that ends the
+    check."""
     printed: list[Finding] = []
     try:
         printed.extend(check())

@@ -105,7 +105,8 @@ def read_pairs(run_dir: Path) -> list[Pair]:
     """By rank, on the clock of the first prefetcher. Raises ConfigError if a recording is missing or two of a pair are
     of different runs, DataError if one is damaged.
 
-    Only those that ran at the time of the newest: an earlier run of the folder may have had more ranks, or one."""
+    Reads only recordings of the same time as the newest: an earlier run of the folder may have had another number of
+    ranks."""
     folders = [run_dir, *sorted(run_dir.glob("rank-*"))]
     recorded = [folder for folder in folders if timeline_path(folder, "prefetcher").exists()]
     pairs = [read_pair(folder) for folder in recorded or [run_dir]]

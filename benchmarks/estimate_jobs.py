@@ -47,7 +47,7 @@ from rowcast.trainer.models.job_model import JobModel
 
 JOBS, STEPS, RUNS = 24, 100, 3
 CPU = torch.device("cpu")
-OF_TRAINER = ("copy in", "fill", "step", "copy out")
+OF_TRAINER = ("copy in", "fill", "exchange", "step", "copy out")
 POLL_S = 0.05
 JOB = """
 job = {{ run_dir = "{folder}/run", seed = {number} }}

@@ -1,4 +1,5 @@
-"""Whether the process in this container is healthy, for a HEALTHCHECK: `python -m rowcast.deploy.health [port ...]`.
+"""Checks that the process in this container is healthy, for a HEALTHCHECK: `python -m rowcast.deploy.health [port
+...]`.
 
 Each given port must answer /healthz with 200. Without ports, it checks both usual ones: at least one must answer, and
 each that answers must be healthy, so one line serves both commands. Exits with 0 or 1 and prints the answers to stdout.

@@ -112,7 +112,7 @@ def run_both(
     finally:
         for folder, (role, _) in roles:
             has_started(folder, role)
-            RunDirectory(folder, role).clear_failure()  # nobody is left who would read it
+            RunDirectory(folder, role).clear_failure()  # no reader is left
     if first is not None:
         raise ended_badly(first)
 

@@ -147,7 +147,7 @@ class Run:
         return torch.cat(logits).numpy()
 
     def evaluate(self, frame: Any) -> dict[str, Any]:
-        """Returns what an evaluation of the file that the frame came from finds, as one of `evaluations`.
+        """Returns the evaluation of the file that the frame came from, as one of `evaluations`.
 
         frame: as for `predict`, with labels. Raises as `predict`, and ConfigError for a frame without rows."""
         labels, metrics = self.job.data.columns.labels, None

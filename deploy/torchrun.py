@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class Agent(LocalElasticAgent):
-    """Starts no trainers again after an error that would come again."""
+    """Does not restart trainers after an error that would recur."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)

@@ -1,9 +1,9 @@
-"""Code that a job names as `package.module:factory`: who has named it, and its import.
+"""Code that a job names as `package.module:factory`: who named it, and its import.
 
     a job file, rowcast.train(), --set, --trust    the caller has, so it is imported
     a manifest, a version                          anybody may have: `JobFromFile`, refused unless the caller does, too
 
-Whoever names it, it is not imported from below the run directory.
+Nobody's code is imported from below the run directory.
 """
 
 import sys

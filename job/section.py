@@ -57,7 +57,7 @@ REMOVED = {  # name -> what replaces it
 
 
 def gone(names: Iterable[str]) -> str | None:
-    """One sentence for the first of the names that is gone; None if all are alive."""
+    """Returns a sentence for the first of the names that is gone, or None."""
     name_gone = next((name for name in names if name in REMOVED), None)
     if name_gone is None:
         return None
@@ -65,7 +65,7 @@ def gone(names: Iterable[str]) -> str | None:
 
 
 def removed_option(subcommand: str, arguments: Iterable[str]) -> str | None:
-    """The sentence for a command line that names a subcommand or an option which is gone; None for any other."""
+    """Returns the sentence for a command line with a subcommand or an option that is gone, or None."""
     options = (argument.partition("=")[0] for argument in arguments)
     return gone((subcommand, *(f"{subcommand} {option}" for option in options)))
 

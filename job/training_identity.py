@@ -1,4 +1,4 @@
-"""Says how a job differs from the one that made a checkpoint, in all that decides the results.
+"""Finds how a job differs from the one that made a checkpoint, in everything that decides the results.
 
 A checkpoint keeps its whole job, defaults included, and a checksum of each data file. Both are compared one by one, so
 that a refusal names what differs, and so that jobs of two versions can be compared:
@@ -36,7 +36,7 @@ NOT_COUNTED = {"data.path", "data.by_name", "data.eval_path", "data.epochs", "da
 NOT_COUNTED |= {"data.columns.value_rule", "data.copies_limit"}
 # what becomes of invalid ids, of a run that would have ended at the first one: it has trained none
 UNUSED = ("data.on_invalid_id", "error")
-# what must be as it was even before the first step: the rows and their first values
+# what must be unchanged even before the first step: the rows and their first values
 OF_ROWS = ("table", "job.seed", "optimizer.sparse.kind", "optimizer.sparse.master")
 # which samples are trained, and when: an evaluation may have others
 ONLY_OF_TRAINING = (

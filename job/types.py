@@ -1,4 +1,5 @@
-"""Checks a value of a job file against the type and range of its key, and says in one sentence what it should be."""
+"""Checks a value of a job file against the type and range of its key, and explains in one sentence what it should
+be."""
 
 import json
 import math

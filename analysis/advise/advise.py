@@ -1,4 +1,4 @@
-"""`rowcast advise`: finds out from its data how much cache a job needs.
+"""`rowcast advise`: works out from its data how much cache a job needs.
 
 data --> observed: the rows of each step --> planner of training over the followed rows --> rows moved at each capacity
          (of some rows, all uses)            look-ahead and LRU, from one batch to all               |

@@ -4,13 +4,13 @@
     step p+5    | p+5                | p+4                  | p+4                 the slowest one is the limit
 
 Up to `depth` steps are in flight, so the mean over depth + 1 consecutive steps counts: a stretch. A stretch that takes
-as long with every row on the device says nothing about a capacity, for example at the start, when all rows are new.
+as long with every row on the device does not count, for example at the start, when all rows are new.
 Planning runs in parallel and takes the same time at any capacity.
 
 Rates are measured here quickly, or given by the user. Rows are read, made and written by the store of training, in a
 table larger than the processor's caches; planning is timed with the first batches of the run. The fastest of several
-tries is what the machine can do; half of it is counted on, because training shares the machine with decoding, copies
-and other programs.
+tries is the machine's best. Half of it is counted on, because training shares the machine with decoding, copies and
+other programs.
 """
 
 import statistics
@@ -62,7 +62,7 @@ class RowRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """As the user gave them, as assumed, or a share of what this machine does."""
+    """Rates that the user gave, that are assumed, or a share of those measured on this machine."""
 
     rows: dict[str, RowRates]  # of each group
     decode_s: float  # per batch: its ids

@@ -1,10 +1,10 @@
 """Reads the data for `rowcast advise`: all batches of a run. Keeps only followed rows.
 
-Of a job that several ranks share, the rows of rank 0's shard are observed, and of the other shards how many rows a
-batch touches. If the format allows it, only ids are read. Batches that repeat in the same order (an epoch without a
+For a job of several ranks, observes the rows of rank 0's shard, and how many rows of the other shards a batch
+touches. If the format allows it, only ids are read. Batches that repeat in the same order (an epoch without a
 shuffle, an evaluation) are decoded once.
 
-If not all rows can be followed, those are whose hashed key is in the first part of the hash's range.
+If not all rows can be followed, those are followed whose hashed key is in the first part of the hash's range.
 
     hash of a key    0 ............ share * 2^64 ................................. 2^64
                      | followed     | not followed                                 |

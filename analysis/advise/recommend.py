@@ -2,7 +2,7 @@
 
 knee    the smallest capacity from which doubling it saves less than a tenth of the bytes fetched
 
-Says the results of `rowcast advise`: the data read, the curve, its precision, sections to paste.
+Prints the results of `rowcast advise`: the data read, the curve, its precision, sections to paste.
 """
 
 import textwrap
@@ -42,7 +42,7 @@ class Point:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityChoice:
     knee_bytes: int
-    no_stall_bytes: int | None  # None: the trainer waits most of the time at any capacity
+    no_stall_bytes: int | None  # None if the trainer waits most of the time at any capacity
     stalling_anyway: float  # share of the stretches of depth + 1 steps that take longer than a step at any capacity
 
 
@@ -50,7 +50,7 @@ class CapacityChoice:
 class Recommendation:
     capacity: str
     depth: int
-    id_bytes: str | None  # None: as the job has it
+    id_bytes: str | None  # None if the job's stays
     reasons: dict[str, str]  # section.key -> a sentence
     toml: str
     predicted: Point

@@ -65,7 +65,8 @@ def capacity_slots(observed: Observed, capacity_bytes: int) -> Slots:
 
 
 def followed_slots(observed: Observed, slots: Slots) -> Slots:
-    """The share of each group's slots, and what its followed rows of a step are more than their share on average."""
+    """Returns the share of each group's slots, and by how many its followed rows of a step exceed their share on
+    average."""
     shares = np.array(observed.shares)
     scaled = shares * slots + observed.followed_rows.mean(axis=0) - shares * observed.unique_rows.mean(axis=0)
     whole = (shares >= 1) | np.array([n >= group.num_rows for n, group in zip(slots, observed.groups, strict=True)])
@@ -73,7 +74,7 @@ def followed_slots(observed: Observed, slots: Slots) -> Slots:
 
 
 def holds_every_batch(observed: Observed, capacity_bytes: int) -> bool:
-    """For the run and for the followed rows, whose share of a batch may by chance exceed their share of the run."""
+    """Checks the run and the followed rows, whose share of a batch may by chance exceed their share of the run."""
     try:
         slots = capacity_slots(observed, capacity_bytes)
     except ConfigError:

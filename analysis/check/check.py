@@ -1,7 +1,7 @@
 """`rowcast check`: compares a job file with its data and this machine before anything is trained.
 
-Every check runs, whatever the others found; checks of the data say nothing if it does not open. An error would keep a
-run from starting or end it; a warning might.
+Every check runs, whatever the others found; checks of the data are silent if it does not open. An error would prevent
+a run or end it; a warning might.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -100,7 +100,8 @@ def list_imports(job: Job) -> Iterator[Finding]:
 
 
 def check_job(job: Job, *, whole: bool, ask: Ask) -> Iterator[Finding]:
-    """First what both processes decide and refuse at their start, by their own code; then what may go wrong later."""
+    """Runs first the code by which both processes decide and refuse at their start, then checks of what may go wrong
+    later."""
     yield from findings_of("versions", check_versions)
     newest = cache(Checkpoints(job.run_dir, Disk()).newest_valid)  # it reads every file of a checkpoint
     yield from findings_of("run directory", lambda: check_run_directory(job, newest))

@@ -270,7 +270,7 @@ class Seen:
 
     @property
     def of_ranks(self) -> list[Touched]:
-        """The rows that the first batches touch on each rank. Read it after those batches."""
+        """Returns the rows that the first batches touch on each rank. Read it after those batches."""
         if not self._of_ranks:
             keys = measured_keys(groupers_of(self.groups), self.measured)
             self._of_ranks = owners_touched(self.groups, keys, self.measured, self.count)
@@ -278,7 +278,7 @@ class Seen:
 
     @property
     def touched(self) -> Touched:
-        """The rows that the first batches touch, on the rank that owns most of them."""
+        """Returns the rows that the first batches touch, on the rank that owns most of them."""
         return Touched(
             num_batches=self.of_ranks[0].num_batches,
             largest_batch_rows=tuple(
@@ -370,11 +370,11 @@ def label_finding(seen: SeenLabel, name: str, *, is_binary: bool) -> Finding:
 
 
 def check_start(job: Job, seen: Seen, newest_valid: Callable[[], Manifest | None]) -> Iterator[Finding]:
-    """Lets the prefetcher decide what it does before its first step, from its checkpoint and the run's first batches.
-    Raises what a run's start raises."""
+    """Lets the prefetcher make the decisions of its start, from its checkpoint and the run's first batches. Raises what
+    a run's start raises."""
     assert seen.reader is not None, "the data was opened"
     newest, measured = None, seen.measured
-    with suppress(DataError):  # `check_run_directory` says that every checkpoint is damaged
+    with suppress(DataError):  # `check_run_directory` reports that every checkpoint is damaged
         newest = newest_valid()
     if newest is not None:
         ordered = in_recorded_order(with_recorded_rule(job, newest), newest)

@@ -171,10 +171,10 @@ def used_by(job: Job) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What the trainer's own start says of its device and its model."""
+    """The device and the model as the trainer's own start reports them."""
 
     name: str = "none"
-    free_bytes: int | None = None  # of device memory; None: the device uses host memory
+    free_bytes: int | None = None  # of device memory; None if the device uses host memory
     refusal: str | None = None  # why the device cannot be used
     count: int = 1  # such devices on this host
     model_refusal: str | None = None  # why the model cannot be built

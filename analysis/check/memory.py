@@ -84,7 +84,7 @@ def check_memory(
 
 
 def table_bytes(job: Job, group: GroupSpec, num_trained: int) -> int:
-    """Bytes of memory of a group's tables once this many rows are trained, its index included. Raises
+    """Returns the bytes of a group's tables in memory once this many rows are trained, with its index. Raises
     ConfigError as a run would."""
     store = open_row_store(job, group)
     store.close()
@@ -164,7 +164,7 @@ def likely_horizon(job: Job, seen: Seen, slots: Sequence[int]) -> int:
 
 
 def trained_rows(group: GroupSpec, seen: Seen) -> int:
-    """The most rows of a group that can be trained: no more than an epoch looks up."""
+    """Returns the most rows of a group that can be trained: no more than an epoch looks up."""
     epoch = None if seen.reader is None else seen.reader.num_samples("train")
     rows = 0
     for table in group.tables:
@@ -176,7 +176,7 @@ def trained_rows(group: GroupSpec, seen: Seen) -> int:
 
 
 def check_tier(job: Job, seen: Seen, free_bytes: int) -> Iterator[Finding]:
-    """Says nothing of a store without a memory tier."""
+    """Finds nothing for a store without a memory tier."""
     if not isinstance(job.store, StoreWithTier):
         return
     yield from check_budget(job, job.store, free_bytes)

@@ -60,7 +60,7 @@ class Walked:
 
 
 class Steady(NamedTuple):
-    """The steps that tell a rate: without the first quarter and the last few."""
+    """The steps that a rate is measured on: without the first quarter and the last few."""
 
     first: int
     last: int
@@ -88,7 +88,7 @@ def walk(
     for task, _ in path:
         shares[task.name] += steps.share(task.began_s, task.ended_s)
     for (task, reason), (held, _) in pairwise(path):
-        # where news of it comes first, it is what waits for the news that is held back
+        # where its report comes first, it waits for the report that is held back
         if reason in LIMITS and held.name != "deliver" and task.ended_s > steps.began_s:
             limits[reason] += 1 / (steps.last - steps.first)
     for thread in pipeline.threads:
@@ -263,7 +263,8 @@ def margin(device: DeviceRates, of_kernels: dict[str, float]) -> float:
 
 
 def host_rates(job: Job) -> dict[str, KernelRates]:
-    """Seconds of a row of each group: read, read for the first time, when its first value is computed, and written."""
+    """Returns the seconds of a row of each group: read, read for the first time (its value is computed), and
+    written."""
     return {
         f"{name} {group.name}": KernelRates(terms={"rows": group.record_bytes / getattr(rates, name)})
         for group in possible_groups(job)

@@ -1,7 +1,7 @@
 """`trainer rates`: measures what this device does with a job's kernels, for `rowcast estimate`.
 
 Shapes lie around the job's own. Each is timed several times, in random rounds over all shapes. A shared machine is
-slower for seconds at a time: so these fall on a few measurements of many shapes, and the medians leave them out.
+slower for seconds at a time. Such seconds then fall on a few measurements of many shapes, and medians leave them out.
 
 Times work under the cache conditions of a step.
 
@@ -261,7 +261,8 @@ def model_shapes(watch: Stopwatch, job: Job, num_dense: int) -> Iterator[KernelS
 
 
 def sums(weights: list[torch.nn.Parameter], parts: int, device: torch.device) -> Callable[[], object]:
-    """What `SharedRunner` does with dense gradients between backward passes and the optimizer, without exchanges."""
+    """Does what `SharedRunner` does with dense gradients between backward passes and the optimizer, without
+    exchanges."""
     ranks = 2
     gradients = [torch.ones_like(weight) for weight in weights]
     layout = PartVector({str(place): weight for place, weight in enumerate(weights)}, parts, ranks, device)

@@ -53,7 +53,7 @@ GB = 1e9
 
 
 def exchange_kernels(device: torch.device, job: Job, network_gbs: float | None) -> dict[str, KernelRates]:
-    """None for a job of one rank. Raises ConfigError."""
+    """Returns None for a job of one rank. Raises ConfigError."""
     kernels = {}
     if job.ranks.on_host > 1:
         kernels[EXCHANGE] = exchange_rates(device, job.ranks.on_host)
@@ -160,7 +160,7 @@ class HostSeconds(NamedTuple):
 
 
 def small_job(folder: Path, batch: int, device: str, threads: int) -> tuple[Path, Job]:
-    """A job of small tables, whose model is as small, and its file."""
+    """Returns a job with small tables and a small model, and its file."""
     config = folder / "job.toml"
     rows = 2000 + 5 * batch  # few enough to be fetched and written back in every step
     config.write_text(SMALL_JOB.format(folder=folder, batch=batch, rows=rows, device=device, threads=threads))
@@ -223,7 +223,7 @@ def spent(batch: int, device: str, threads: int, kernels: Mapping[str, KernelRat
 
 
 def processor_time(pid: int) -> Iterator[tuple[float, float]]:
-    """The moment, and the seconds that the process has taken so far; nothing once it has ended."""
+    """Returns the moment and the seconds that the process has taken so far; nothing once it has ended."""
     with suppress(OSError, IndexError):
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         yield time.perf_counter(), sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")

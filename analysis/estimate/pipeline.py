@@ -177,7 +177,7 @@ def run(threads: Sequence[Thread], cores: float = math.inf) -> float:
 
 
 def waits(thread: Thread) -> Iterator[tuple[str, float, float]]:
-    """What a thread that has run waited for: reason, from, to."""
+    """Yields the waits of a thread that has run: reason, from, to."""
     ended_s = 0.0
     for task in thread.done:
         if task.began_s > ended_s and task.cause is not None:
@@ -255,7 +255,7 @@ class PlannedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """What a job decides of the pipeline."""
+    """The job's settings of the pipeline."""
 
     depth: int
     num_decoders: int
@@ -267,7 +267,7 @@ class Wiring:
 
 
 def room(sizes: Sequence[int], nbytes: int) -> list[int | None]:
-    """The last piece that must have left a staging of `nbytes` before each piece has a place; None if none must.
+    """Returns the last piece that must have left a staging of `nbytes` before each piece has a place, or None.
 
     A piece is contiguous: one that does not fit before the end starts at the beginning."""
     last_before: list[int | None] = []

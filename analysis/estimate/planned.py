@@ -1,6 +1,6 @@
 """Plans a whole job, without tables or trainer, and records each step's waits, moves and kernels.
 
-Of a job of several ranks, the first rank's plans are made, as its prefetcher makes them.
+For a job of several ranks, makes the first rank's plans, as its prefetcher would.
 
 copy in     the plan's arrays and the fetched rows, from the ring to the device
 fill        victims leave their slots, fetched rows go there

@@ -35,7 +35,7 @@ from rowcast.runtime.errors import ConfigError
 RATES_VERSION = 3
 NAME = "rates file"
 OVERHEADS = ("launch", "Python", "lock", "message", "wait")
-OF_MAIN = OVERHEADS[:3]  # what keeps the thread that computes from the next kernel
+OF_MAIN = OVERHEADS[:3]  # delays the computing thread before the next kernel
 FOLDS = 4  # each shape is judged by terms that were fitted to the shapes of the other folds
 
 

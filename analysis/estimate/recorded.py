@@ -1,6 +1,6 @@
 """Reads how long each task of a recorded run took, step by step, and its overhead by type, to walk the run again.
 
-Overhead is what no span of work covers, between the events of the trace:
+Overhead is time between the events of the trace that no span of work covers:
 
     message   send         -> copy in         rows sent
               send back    -> write back      rows back
@@ -10,7 +10,7 @@ Overhead is what no span of work covers, between the events of the trace:
               write back   -> fetch           rows home
     Python    between two spans of a thread that wait for nothing; it counts with the second one
 
-What a span covers has overhead too: launches, and waits for Python's lock. They stay in the task's time.
+A span contains overhead too: launches, and waits for Python's lock. These stay in the task's time.
 """
 
 from bisect import bisect_left, bisect_right

@@ -4,10 +4,10 @@
                                                       |                        |
                                                       +--> rows exchanged      +--> rows fetched, written back
 
-All settings with the same batches are simulated side by side while the data is read once, and nothing is kept of a
-batch but what its planners keep: the memory that it takes is that of N horizons.
+All settings with the same batches are simulated side by side while the data is read once, and only the planners keep
+parts of a batch: the memory is that of N horizons.
 
-What all ranks of a simulated run exchange and move, step by step and in the mean, and by other placements of tables.
+Reports what all ranks of a simulated run exchange and move, by step and in the mean, and by other placements.
 
 Rows and bytes are those that travel between ranks. What a rank keeps for itself is copied, but it takes no link.
 

@@ -9,8 +9,8 @@ and orders, before it is trained.
 It runs the planner of training over the schedule of training, with slots divided as in training. So its counts of each
 step are those that a run would report, if a run can have the policy.
 
-A setting is a policy, capacity, memory tier, horizon, batch size and order, with the values that a run of the job would
-have. The names of its result are those of report.json.
+A setting is a policy, capacity, memory tier, horizon, batch size and order, with the values of a run of the job. Its
+result has the names of report.json.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -156,7 +156,7 @@ class Simulated(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: str
     capacity: str | int  # as requested, of each rank
-    horizon: Horizon | None  # None: the policy looks at no future, or at all of it
+    horizon: Horizon | None  # None if the policy looks at no future, or at all of it
     batch_size: int  # samples of all ranks together
     shuffle: str
     skipped: str | None = None
@@ -189,7 +189,7 @@ class Simulation(Simulated, frozen=True, kw_only=True):
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """The fields of `Simulated` that say what was simulated."""
+    """Returns the fields of `Simulated` that describe the setting."""
     return {
         "policy": job.cache.policy,
         "capacity": job.cache.capacity,
@@ -200,7 +200,7 @@ def job_values(job: Job) -> dict[str, Any]:
 
 
 def run_values(groups: Sequence[GroupSpec], kinds: Sequence[Kind], num_lookups: int, moves: Moves) -> dict[str, int]:
-    """The fields of `Simulated` that count a whole run. `kinds`: of each step."""
+    """Returns the fields of `Simulated` that count a whole run. `kinds`: of each step."""
     record_bytes = [group.record_bytes for group in groups]
     return {
         "steps": kinds.count("train"),

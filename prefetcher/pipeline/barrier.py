@@ -135,7 +135,7 @@ class PrefetcherBarrier:
         self._restore: DensePieces | None = None
         self._flush: deque[tuple[ArrayBlock, Piece]] = deque()  # of the list of dirty slots, to be sent
         self._saves = False  # a checkpoint follows the flush
-        # where training continues, whatever barriers say; and the trainer's request
+        # where training continues instead of at the barriers' position; and the trainer's request
         self.early_end: tuple[Position, StopRequest] | None = None
         self._dense: deque[Saved | Replica] = deque()  # pieces are in the ring
         self._copied: tuple[Saved | Replica, bytes] | None = (
@@ -160,8 +160,8 @@ class PrefetcherBarrier:
     # the mail's thread
 
     def cut_short(self, position: Position, stop: StopRequest) -> None:
-        """The trainer skips the steps after `position`: no later barrier counts them as trained, and the run stops.
-        Must be called before the fetcher learns that one of these steps is done."""
+        """Called when the trainer skips the steps after `position`: no later barrier counts them as trained, and the
+        run stops. Must be called before the fetcher learns that one of these steps is done."""
         self.early_end = position, stop
 
     def accept_dense(self, message: Saved | Replica) -> None:

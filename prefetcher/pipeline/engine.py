@@ -109,7 +109,7 @@ class PrefetcherEngine:
         self.wake_after: Callable[[object], None] = lambda cause: None
         self.data_delay: Callable[[], DataDelay | None] = lambda: None
         self._period = Period()  # of plans
-        self._data_waits = 0  # looks of the watch that found nothing to do but wait for a file
+        self._data_waits = 0  # how often the watch found nothing to do but wait for a file
         self.counters, self.welcome, self.planner, self.conversation = counters, welcome, planner, conversation
         self.fetch_ring, back_ring = rings
         self.checkpointer = checkpointer
@@ -227,7 +227,7 @@ class PrefetcherEngine:
 
     @property
     def rows_home_queued(self) -> int:
-        """Messages with rows or model state that the write-back has not finished."""
+        """Returns the messages with rows or model state that the write-back has not finished."""
         return self.writeback.queued + self.barrier.queued
 
     @property

@@ -23,7 +23,7 @@ Elements = npt.NDArray[np.generic]  # float32, float16, or uint16 for bf16
 ELEMENTS: dict[RowType, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 BF16_NAN = 0x7FC0
 WORD = 8  # bytes
-WORDS_AHEAD = 512  # of the word that is looked at; the processor alone prefetches half as fast
+WORDS_AHEAD = 512  # of the word that is checked; the processor alone prefetches half as fast
 u64_at = arrays_of(np.uint64)
 # of the elements of a word: their signs, and the last bits of their exponents
 BITS: dict[RowType, tuple[int, int]] = {
@@ -115,7 +115,7 @@ class FiniteRows:
 
 def first_fault(finite: Sequence[FiniteRows], rows: Sequence[tuple[int, Keys, Records]], pool: ThreadPool) -> str:
     """Returns the fault of the first rows with one, or "". `rows`: each with the number of its group. The threads of
-    `pool` divide the look."""
+    `pool` divide the search."""
     places = np.array([finite[group].place(records) for group, _, records in rows], np.int64).reshape(-1, 5)
     num_rows = sum(len(records) for *_, records in rows)
     faulty = min(pool.share(lambda *own: first_that_carries(places, *own), 0, num_rows), default=len(rows))
@@ -194,7 +194,7 @@ def of_seed(seed: int) -> FirstOf:
 
 
 class FirstColumns:
-    """First values of a script's tables, which their columns have from files, on demand, or all alike."""
+    """First values of a script's tables, whose columns have them from files, on demand, or all equal."""
 
     def __init__(self, columns: Mapping[int, Sequence[FirstValues]], sizes: Mapping[int, int]) -> None:
         """Columns of the records and rows of each table, by its index. Raises ConfigError for a file that is too short,
@@ -222,7 +222,7 @@ class FirstColumns:
 
 
 def values_of(first: FirstValues, num_rows: int) -> Callable[[I64], F32 | float]:
-    """What gives rows their values, or all of them the same one. Raises as `FirstColumns`."""
+    """Returns the source of rows' values, or one value for all. Raises as `FirstColumns`."""
     if first.path:
         return mapped(first, num_rows).__getitem__
     if first.is_on_demand:

@@ -99,7 +99,7 @@ class StoreCounts:
     untouched_loaded: int = 0  # entered memory untouched
     spilled: int = 0  # left memory and were written to the cold tier
     dropped: int = 0  # left memory without a copy: the cold tier had the same bytes, or they were never written
-    late: int = 0  # planned to be in memory when requested, and were not
+    late: int = 0  # planned to be in memory when requested, but were not
     bytes_read: int = 0  # from the cold tier, whole pages
     bytes_written: int = 0  # to it, rows moved to collect garbage included
     read_seconds: float = 0.0  # spent reading the cold tier, summed over threads
@@ -168,7 +168,7 @@ class RowStore(ABC):
 
 
 def described(stores: Iterable[StoreCounts | None]) -> str:
-    """Says what waits for the stores are spent on, and what to change; "the store" if none has tiers."""
+    """Describes what waits for the stores are spent on, and what to change; "the store" if none has tiers."""
     tiers = [counts for counts in stores if counts is not None]
     if not tiers:
         return "the store"
@@ -203,7 +203,7 @@ def totals(stores: Iterable[StoreCounts | None]) -> TierTotals | None:
 
 Places = U32  # [n]
 
-NOWHERE = 2**32 - 1  # instead of a place: the row is not cold
+NOWHERE = 2**32 - 1  # instead of a place, if the row is not cold
 
 
 class Moved(NamedTuple):

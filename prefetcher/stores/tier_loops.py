@@ -15,7 +15,7 @@ from rowcast.runtime.arrays import I64, U32, Bytes
 from rowcast.runtime.compiled import compiled_loop, compiled_part, prefetch
 
 FREE, EMPTY, LOADING, CLEAN, DIRTY, SPILLING = range(6)  # states of a slot: tiered_store.py
-COPIED, ABSENT_ROW, WAITING, COLD = range(4)  # what a read has found of a row
+COPIED, ABSENT_ROW, WAITING, COLD = range(4)  # what a read has found about a row
 
 UNWRITTEN = np.uint32(0)
 FIRST_SLOT = 2**32 - 1

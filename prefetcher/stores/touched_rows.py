@@ -69,7 +69,7 @@ class SharedLock:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Readers that come later wait, so that a stream of them cannot keep this thread waiting."""
+        """Later readers wait, so that a stream of them cannot block this thread."""
         with self._free:
             self._num_changing += 1
             try:

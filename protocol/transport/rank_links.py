@@ -1,4 +1,4 @@
-"""Carries messages between the prefetchers of an attempt, each to each, encrypted.
+"""Carries encrypted messages between all prefetchers of an attempt.
 
     rank-003/listens.json     where rank 3 listens: its addresses, its public key, and the attempt
 
@@ -9,9 +9,9 @@ ranks: who may write there may write checkpoints.
     A is greeted        by the attempt that it has connected to: both are joined, and A sends what waits
 
 An attempt that begins elsewhere in the run, or has been replaced, is left waiting. A joined rank that writes for
-another attempt has begun again, which this one cannot follow.
+another attempt has restarted, which this attempt cannot follow.
 
-ZMQ connects again by itself, and forgets what a broken connection had not delivered. So messages are numbered, and kept
+ZMQ reconnects by itself, and drops what a broken connection had not delivered. So messages are numbered, and kept
 until the other rank has confirmed them:
 
     A -> B   attempts, n, c, message    message n of A; A has taken c messages of B
@@ -156,7 +156,7 @@ class RankLinks:
         self._thread = threading.Thread(target=self._run, name="rank links", daemon=True)
 
     def open(self) -> None:
-        """Listens, and tells the other ranks where. Raises ConfigError if the file cannot be written."""
+        """Listens, and writes where for the other ranks. Raises ConfigError if the file cannot be written."""
         self._context: zmq.Context[Socket] = zmq.Context()
         try:
             self._listen()
@@ -339,7 +339,7 @@ class RankLinks:
             self._on_receive()
 
     def _note_connection(self, other: Other, connection: OpenConnection | None) -> None:
-        """Asks at once for what may be lost, if it is a new one."""
+        """Asks at once for messages that may be lost, if the connection is new."""
         if connection is None or connection is other.connection:
             return
         connection.is_known, other.connection = True, connection

@@ -56,7 +56,7 @@ def has_news(zmq_socket: "zmq.Socket[bytes]") -> bool:
 
 
 def next_message(zmq_socket: "zmq.Socket[bytes]") -> list[zmq.Frame]:
-    """Returns [] if there is none: of a message in parts, a connection that broke leaves nothing but the news."""
+    """Returns [] if there is none. Of a message in parts, a broken connection leaves only its event."""
     try:
         return zmq_socket.recv_multipart(zmq.NOBLOCK, copy=False)
     except zmq.Again:
