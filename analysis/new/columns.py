@@ -103,7 +103,8 @@ class ColumnFacts:
 
     @property
     def is_flag(self) -> bool:
-        numbers = self.kind == "integer" and not self.is_list and not self.odd.count
+        is_whole = self.kind == "integer" or (self.kind == "number" and self.whole and not self.mark)
+        numbers = is_whole and not self.is_list and not self.odd.count
         return numbers and self.low >= 0 and self.high <= 1
 
     @property

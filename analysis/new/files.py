@@ -63,6 +63,7 @@ DATA_NAMES = r"(?i:.*\.(csv|tsv|parquet|pq|jsonl|ndjson|json|arrow|feather|txt|d
 DELIMITERS = ("\t", ", ", ",", ";", "|", "::")  # ", " of cells without quotes
 CRITEO_NAMES = ["label", *DENSE, *SPARSE]
 CRITEO_LINE = r"[01](\t-?\d*){13}(\t([0-9a-f]{8})?){26}"
+MOST_SEEN = 100  # rows that tell a second line of names
 MOST_NAMES = 7  # that are written out, for a file without a header
 FEWEST_REPEATS = 4  # distinct cells for each of their parts, or text with spaces or commas is no list
 
@@ -81,6 +82,14 @@ OTHER_KINDS = (
     (rb"\x80[\x02-\x05]", "a Python pickle", "pd.read_pickle({path})"),
     (rb".{3,4}\x00{4,5}.{4}\x0a", "TFRecord",
      "import tfrecord as t; pd.DataFrame(t.tfrecord_loader({path}, None))"),
+    (rb"<stata_dta>", "a file of Stata", "pd.read_stata({path})"),
+    (rb"\xd0\xcf\x11\xe0", "an Excel file (.xls)", "pd.read_excel({path})"),
+    (rb"SQLite format 3", "a database of SQLite",
+     "import sqlite3; pd.read_sql('select * from TABLE', sqlite3.connect({path}))"),
+    (rb"(\s*%[^\n]*\n)*\s*@(?i:relation)", "ARFF, as Weka writes it",
+     "from scipy.io.arff import loadarff; pd.DataFrame(loadarff({path})[0])"),
+    (rb'\S+ \S+ \S+ \[\d\d?/\w{3}/\d{4}:\S+ [-+]\d+\] "', "a log of a web server",
+     'pd.read_csv({path}, sep=" ", header=None).rename(columns=str)'),
     (rb"\s*<", "a web page, or XML", "pd.read_html({path})[0]"),
     (rb'\s*\{\s*"[^"]+"\s*:\s*\{\s*"0"\s*:', "JSON by columns, as pandas writes it", "pd.read_json({path})"),
     (rb"[-+]?\d+(\.\d+)?( (qid|\d+)(:\d+)?:[-\d.e]+)+\s*\n", "libsvm, libfm or libffm (label feature:value)", ""),
@@ -238,6 +247,19 @@ def require_names(file: Path, rows: list[list[str]]) -> None:
             f"{file}, line 1: {header[0][:40]!r} is one column; separate columns by a comma, semicolon, tab, |, :: or "
             "spaces"
         )
+    if {len(row) for row in rows[1:]} == {len(header) + 1}:
+        raise DataError(
+            f"{file}, line 1: {len(header)} names for {len(header) + 1} columns; add one for the first column, to "
+            "which R gives none"
+        )
+    cells = [[cell for cell in column if cell] for column in zip(*rows[1:MOST_SEEN], strict=False)]
+    seconds = [first for first, *others in filter(None, cells) if others and all(map(looks_like_a_value, others))]
+    if (
+        len(rows[0]) == len(rows[-1])
+        and len(seconds) > 1
+        and not any(looks_like_a_value(cell) or re.match(ABSENT, cell) for cell in seconds)
+    ):
+        raise DataError(f"{file}: after line 1, a second line of names, {' '.join(rows[1])[:40]!r}; remove one of them")
     values = [looks_like_a_value(name) for name in header]
     pairs = zip(values, rows[min(1, len(rows) - 1)], strict=False)
     alike = all(not cell or is_value == looks_like_a_value(cell) for is_value, cell in pairs) and any(values)
@@ -259,7 +281,10 @@ def require_names(file: Path, rows: list[list[str]]) -> None:
 def example_names(rows: list[list[str]]) -> list[str]:
     """Names that tell no role; the label is an outer column of 0 and 1 if the other outer one is none."""
     names = [f"column_{number}" for number in range(1, len(rows[0]) + 1)]
-    labels = [i for i in (0, len(names) - 1) if {row[i].strip() for row in rows if len(row) > i} == {"0", "1"}]
+    cells = {i: [row[i] for row in rows if len(row) > i] for i in (0, len(names) - 1)}
+    labels = [
+        i for i, own in cells.items() if all(re.match(NUMBER, one) for one in own) and {*map(float, own)} == {0, 1}
+    ]
     if len(labels) == 1:
         names[labels[0]] = "label"
     if len(names) > MOST_NAMES:

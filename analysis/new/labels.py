@@ -25,7 +25,7 @@ ROW = r"(?i:id|row|index|idx|uuid|guid|(request|impression|event|sample|row|log|
 INDEX = r"|Unnamed: \d+|__index_level_\d+__"  # that pandas writes
 CODE = r"(?i:C\d+|\d+|(cat|sparse|categorical)_?\d+)"
 MEASURE = r"(?i:(I|int|dense|num|numerical|numeric|float|cont|continuous)_?\d+)"
-TIME = r"(?i:.*(time|date|epoch|stamp|datetime)|(.*[_\W])?(ts|at|dt|day|hour|created|updated))"
+TIME = r"(?i:.*(time|date|epoch|stamp)(_?(s|sec|ms|us|ns|utc|unix))?|(.*[_\W])?(ts|at|dt|day|hour|created|updated))"
 
 # a whole word: the last one that is no number
 CODE_WORD = (
@@ -33,16 +33,17 @@ CODE_WORD = (
     r"|occupation|zip|zipcode|postal|postcode|city|country|region|state|province|device|os|browser|channel|campaign|ad"
     r"|advertiser|adgroup|pos|position|site|domain|app|shop|store|seller|vendor|slot|tag|genre|key|hash|version|status|model"
     r"|publisher|author|artist|album|visitor|session|network|carrier|biz|business|merchant|movie|film|song|track|video"
-    r"|article|news|book|hotel|query|topic|ip|host|role|resource"
+    r"|article|news|book|hotel|query|topic|ip|host|role|resource|agent|company"
 )
 MEASURE_WORD = (
-    r"counts?|cnt|num|number|qty|quantity|amount|amt|prices?|cost|fee|fare|tax|income|salary|wage|revenue|sales|stock"
-    r"|balance|budget|gains?|loss|losses|dividends|age|years?|yr|duration|dur|length|len|size|width|height|weight"
-    r"|distance|dist|depth|area|rate|ratio|pct|percent|percentage|avg|average|mean|sum|total|min|max|std|rating|score"
-    r"|points|days|hours|minutes|seconds|secs|ms|weeks|months|dwell|views|clicks|visits|likes|shares|followers|lat|lon"
-    r"|latitude|longitude|temperature|probability|prob|popularity|bytes|time|elapsed|delay"
+    r"count|cnt|num|number|qty|quantity|amount|amt|price|cost|fee|fare|tax|income|salary|wage|revenue|stock|balance|budget"
+    r"|gain|loss|age|year|yr|duration|dur|length|len|size|width|height|weight|distance|dist|depth|area|rate|ratio|pct"
+    r"|percent|percentage|avg|average|mean|sum|total|min|max|std|rating|score|ms|dwell|lat|lon|latitude|longitude"
+    r"|temperature|probability|prob|popularity|time|elapsed|delay|children|(?!news|series|.*(ss|us|is)$)[a-z]{3,}s"
 )
-FIRST_OF_MEASURE = r"n|num|nb|nr|number|count|cnt|total|sum|avg|mean|max|min|log|std"  # the first word
+FIRST_OF_MEASURE = (  # the first word
+    r"n|num|nb|nr|number|count|cnt|total|sum|avg|mean|max|min|log|std|days|weeks|months|years|hours|minutes|seconds"
+)
 SECOND_LABEL = (  # any word
     r"click|clicked|clk|purchased?|conversion|converted|conv|cvr|buy|bought|order|ordered|pay|payment|liked?"
     r"|follow|followed|shared?|cart|install|installed|labels?|viewed|watched|played|downloaded|saved|commented|reposted"
@@ -67,17 +68,25 @@ LABEL_NAMES = ("label", "click", "clicked", "is_click", "is_clicked", "clk", "ta
 # that features have, too: a column of these alone decides nothing unless it is the first or the last one
 LIKELY_NAMES = (
     r"(?i)(is_?|has_?)?(class|churn(ed)?|exited|left|default(ed)?|defaulter|response|outcome|conver(sion|ted?)|attributed"
-    r"|purchased?|bought|approved|survived|subscribed|deposit|fraud(ulent)?|spam|result|diagnosis|labels?|targets?)\W*"
+    r"|purchased?|bought|approved|survived|subscribed|deposit|fraud(ulent)?|spam|result|diagnosis|labels?|targets?|attrition"
+    r"|no[_\W]?show|readmitted|reordered|satisfaction|sentiment|winner|species)\W*"
 )
+# words of a label among others, and names of what happened: these decide nothing alone
+SPOKEN_NAMES = (
+    r"(?i)(.*[_\W])?(churn(ed)?|default(ed)?|defaulter|outcome|conver(sion|ted?)|fraud(ulent)?|spam|claim|cancell?ed|failure)"
+    r"([_\W].*)?|(loan|order|account|booking|payment|application)?[_\W]?status|event([_\W]?type)?|action|behaviou?r"
+)
+HAPPENED = r"(?i:\s*(buy|purchased?|transaction|churned|fraud|spam|charged off|successful|malignant|positive)\s*)"
 # names of numbers that people predict
 MEASURE_NAMES = (
     r"(?i)(.*[_\W]|average|avg|sale|selling|total|unit|median)?(prices?|charges|costs?|sales|salary|medv|revenue|value)"
     r"|(watch|play)_?time|target_?\w*|demand|points"
 )
 RATING_NAMES = ("rating", "ratings", "stars", "score", "overall", "review_score", "quality")
-YES = r"(?i)\s*(yes|y|true|t|pos|positive|click|clicked|won|win|good|like|buy|acc|accept(ed)?|>.*)\.?\s*"
+YES = rf"{HAPPENED}|(?i:\s*(yes|y|true|t|pos|click|clicked|won|win|good|like|acc|accept(ed)?|satisfied|>.*)\.?\s*)"
 MOST_CLASSES = 20
 FEWEST_MEASURED = 10  # different numbers
+LONG = 1e8  # where every number is as large, they are times or ids
 FEWEST = 10  # rows of each class, for an evaluation that says something
 TAIL = 0.1  # of the rows, for evaluation
 
@@ -123,7 +132,8 @@ def label_of(data: DataSet, wish: str) -> Label:
     named = [column for name in LABEL_NAMES for column in columns if bare(column) == name]
     if sure := [column for column in named if column.is_binary]:
         return as_it_is(data, sure[0], "by its name")
-    named += [column for column in columns if re.fullmatch(LIKELY_NAMES, bare(column))]
+    likely = [column for column in columns if re.fullmatch(LIKELY_NAMES, bare(column))]
+    named += sorted(likely, key=lambda column: len(column.values) != 2)
     named += [column for column in columns if bare(column) in RATING_NAMES and expression(column)]
     named = [column for column in named if column.is_binary or not is_measure(column)] or named
     ends = [column for column in (columns[-1:] + columns[:1]) if column.is_binary]
@@ -131,8 +141,6 @@ def label_of(data: DataSet, wish: str) -> Label:
         return as_it_is(data, named[0], f"by its name, as the {place(columns, named[0])} column")
     if len(named) == len(binary) == 1 and named[0].is_binary:
         return as_it_is(data, named[0], "by its name, as the only column of 0 and 1")
-    if not named and len(binary) == 1 and ends:
-        return as_it_is(data, binary[0], f"the only column of 0 and 1, and the {place(columns, binary[0])}")
     raise ConfigError(
         f"{data.path}: {asked(data, columns, named, [*ends, *(column for column in binary if column not in ends)])}"
     )
@@ -143,34 +151,50 @@ def place(columns: list[ColumnFacts], column: ColumnFacts) -> str:
 
 
 def asked(data: DataSet, columns: list[ColumnFacts], named: list[ColumnFacts], flags: list[ColumnFacts]) -> str:
-    """Why no column is taken as the label, and what --label may be: by names first, then of `flags`, of 0 and 1."""
+    """Why no column is taken as the label, and what --label may be: by names first, then by values and place, then of
+    `flags`, of 0 and 1."""
     none = "no column holds 0 and 1 in every row, as a label does"
+    last, is_log = columns[-1], all(map(is_id_or_time, columns))
+    spoken = [column for column in columns if is_spoken(column)]
+    spoken += [column for column in (last, columns[0]) if len(column.values) == 2 and not is_id_or_time(column)]
     if named and not named[0].is_binary:
         held = f"{named[0].name} holds {no_label(named[0])}"
         made = "" if is_measure(named[0]) and bare(named[0]) not in RATING_NAMES else expression(named[0])
-        if made:
+        is_sure = bare(named[0]) in (*LABEL_NAMES, *RATING_NAMES) or len(named[0].values) == 2
+        if made and (is_sure or set(map(id, spoken)) <= set(map(id, named))):
             return f"{held if flags else f'{none} ({held})'}; {option('--label', made)} makes one"
         if named[0].missing.count + named[0].absent.count:
             return f"{held}; remove these rows, or name another label with --label"
         if not flags and not is_measure(named[0]):
             return f"{none} ({held}); add rows with another value, or --label names another column"
-    likely = list(dict.fromkeys(column.name for column in (*named, *flags) if column.is_binary))
-    last = columns[-1]
+    likely = list(dict.fromkeys(filter(None, map(expression, (*filter(is_class, named), *spoken, *flags)))))
     targets = [column for column in columns if re.fullmatch(MEASURE_NAMES, bare(column))]
-    measures = [column for column in (*named, *targets, *([] if is_id_or_time(last) else [last])) if is_measure(column)]
+    measures = [column for column in (*named, *targets) if is_measure(column)]
     regression = f"; {option('--label', measures[0].name)}, a measure, trains a regression" if measures else ""
+    if not measures and is_measure(last) and not is_id_or_time(last):
+        regression = f"; a measure, such as {last.name}, trains a regression"
     if likely:
-        hold = "1 column holds" if len(likely) == 1 else f"{len(likely)} columns hold"
-        said = listed([shlex.quote(name.strip()) for name in likely])
-        return f"{hold} 0 and 1, and no name tells the label; name it with --label: {said}{regression}"
+        others = (
+            "" if "=" in "".join(likely) else "; 'NAME=VALUE' takes a class" + ", NAME a measure" * (not regression)
+        )
+        said = listed([shlex.quote(text) for text in likely])
+        return f"no name alone tells the label; name it with --label: {said}{regression}{others}"
     if measures:
         return f"{none}{regression}"
-    is_log = any(map(is_id_or_time, columns[:-1]))
-    is_class = len(last.values) == 2 or (last.kind == "text" and 2 < len(last.values) <= MOST_CLASSES)
-    if not is_log and is_class and (made := expression(last)):
-        return f"{none} ({last.name} holds {no_label(last)}); {option('--label', made)} makes one of the last column"
     alone = "; to learn from a log of clicks alone, add rows without a click" * is_log
-    return f"{none}, and no name tells one; --label NAME, 'NAME=VALUE' or 'NAME>=4' makes one{alone}"
+    return f"{none}, and no name tells one; --label NAME, 'NAME=VALUE' or 'NAME>=4' makes one{regression}{alone}"
+
+
+def is_class(column: ColumnFacts) -> bool:
+    return column.is_binary or (0 < len(column.values) <= MOST_CLASSES and not is_measure(column))
+
+
+def is_spoken(column: ColumnFacts) -> bool:
+    """Whether words of the name, or a value, are of something that happened, such as `buy`."""
+    happened = any(re.fullmatch(HAPPENED, value) for value in column.values)
+    name = bare(column)
+    named = re.fullmatch(SPOKEN_NAMES, name) and not re.fullmatch(f"{ID}|{TIME}", name)
+    return is_class(column) and (happened or named is not None)
 
 
 def known(data: DataSet, given: str, name: str) -> ColumnFacts:
@@ -205,6 +229,7 @@ def is_measure(column: ColumnFacts) -> bool:
     return (
         column.kind in ("integer", "number")
         and whole
+        and column.low < LONG
         and column.distinct >= FEWEST_MEASURED // (1 if column.whole else 2)
     )
 
@@ -274,6 +299,8 @@ def expression(column: ColumnFacts) -> str:
     if column.odd.count or column.kind == "text" or not column.high > column.low:
         return ""
     graded = bare(column) in (*RATING_NAMES, *LABEL_NAMES)
+    if column.whole and column.low == 0 and not graded:
+        return f"{column.name}>=1"
     if column.whole and column.low > 0 and column.distinct < FEWEST_MEASURED and not graded:
         return f"{column.name}={one_class(column)}"
     bound = 0.75 * column.high if column.low >= 0 else 0.5 * (column.low + column.high)

@@ -9,9 +9,10 @@ from string import Formatter
 from typing import Literal, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 from msgspec.structs import replace
 
-from rowcast.analysis.new.columns import FEW, ColumnFacts, as_cells, matches
+from rowcast.analysis.new.columns import FEW, ColumnFacts, as_cells, matches, one_of, shown
 from rowcast.analysis.new.files import DataSet
 from rowcast.analysis.new.labels import (
     CLOCKS,
@@ -45,6 +46,7 @@ EXACT = 2.0**53  # beyond, a float cannot tell neighbouring integers apart: no o
 FEW_FRACTIONS = 0.01  # in a column of integers that are ids
 FILLED = 0.5  # integers that fill this share of the range from 0 are numbered things; the lower half, counts
 UNIQUE, MANY_ROWS = 0.9, 5000  # with this share of distinct values in as many rows, ids carry no information
+NUMBERED = 4  # a range over the rows below which increasing numbers are numbers of rows, by any name
 FEWEST_UNIQUE = 5  # rows that tell a number of rows by its name; 20 times as many without
 FEW_CODES, LEAST_REPEATS = 50, 2  # codes are this few, or each is seen this often
 CROWDED, BINS = 5.0, 64
@@ -166,8 +168,11 @@ def choose(data: DataSet, wish: Wish) -> ChosenRoles:
         for column in data.columns
         if column.name != label.name
     ]
-    if not any(choice.role == "ids" for choice in choices):
-        raise ConfigError(f"{data.path}: no column looks like ids (text, lists, codes); name some with --ids")
+    if not any(choice.role == "ids" or choice.prepare.buckets for choice in choices):
+        raise ConfigError(
+            f"{data.path}: no column looks like ids (text, lists, codes), and none is a number to look up by ranges; "
+            "name some with --ids"
+        )
     return ChosenRoles(label=label, choices=choices)
 
 
@@ -244,7 +249,8 @@ def is_nearly_whole(case: Case) -> bool:
 
 
 def is_constant(c: ColumnFacts) -> bool:
-    return c.distinct < 2 and not (c.missing.count or c.absent.count or c.odd.count or c.is_list)
+    is_odd = c.odd.count and c.kind != "text"
+    return c.distinct < 2 and not (c.missing.count or c.absent.count or is_odd or c.is_list)
 
 
 def is_index(case: Case) -> bool:
@@ -261,8 +267,9 @@ def is_row_number(case: Case) -> bool:
     unique = c.kind in ("integer", "text") and not c.is_list and c.distinct >= 0.99 * num_rows and not c.missing.count
     named = re.fullmatch(ROW, case.name) is not None
     least = FEWEST_UNIQUE if named else 20 * FEWEST_UNIQUE
-    is_name = named or (c.kind == "text" and is_named_id(case))
-    return unique and num_rows >= least and (is_name or (is_increasing(c) and not is_measure(case)))
+    is_name = named or (c.kind == "text" and (is_named_id(case) or c.num_spaces < c.num_values))
+    is_numbered = is_increasing(c) and (not is_measure(case) or c.high - c.low < NUMBERED * num_rows)
+    return unique and num_rows >= least and (is_name or is_numbered)
 
 
 def is_unique(case: Case) -> bool:
@@ -299,11 +306,15 @@ def tale_of(case: Case) -> str:
     if c.is_list or case.label.is_number:
         return ""
     values = case.data.sample[c.name].combine_chunks()
-    given = values.is_valid().to_numpy(zero_copy_only=False) & ~matches(as_cells(values), r"^$")
+    cells = as_cells(values)
+    given = cells.is_valid().to_numpy(zero_copy_only=False) & ~matches(cells, r"^$")
     signs = [(given, "it has a value")]
     if c.kind in ("integer", "number"):
         usual = commonest(c.numbers[given])
         signs.append((given & (c.numbers != usual), f"it is not {usual:g}"))
+    elif c.kind == "text" and given.any():
+        most = max(pc.value_counts(cells.drop_null()).to_pylist(), key=lambda own: own["counts"])["values"]
+        signs.append((given & ~one_of(cells, (most,)), f"it is not {shown(most)}"))
     for sign, what in signs:
         for of, one in ((ones, 1), (~ones, 0)):
             if not (sign & ~of).any() and chance(int(sign.sum()), of) < CHANCE:

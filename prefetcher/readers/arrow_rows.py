@@ -52,7 +52,9 @@ AS_IT_IS = Prepare()
 NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 Rules = Mapping[str, Prepare]  # of columns
 SEPARATORS: dict[DecimalMark, str] = {"": "", ".": ",", ",": "."}  # of thousands
-SIGN, UNIT = r"^\s*([-+]?)[^\w\s.,#()+-]{0,4}\s*", r"[^\w.,#()+-]{0,4}$"
+CURRENCY = r"(?:[A-Z]{1,2}\$|USD|EUR|GBP|CHF|INR|BRL|Rs\.?)"
+SIGN = rf"^\s*([-+]?)(?:{CURRENCY}|[^\w\s.,#()+-]{{0,4}})\s*"
+UNIT = rf"(?:\s*{CURRENCY}\s*|[^\w.,#()+-]{{0,4}})$"
 # numbers as text: sign, currency, digits between separators, exponent, unit
 WRITTEN: dict[DecimalMark, str] = {
     "": r"^\s*([-+]?)(\d+\.?\d*|\.\d+)((?:[eE][-+]?\d+)?)\s*$",

@@ -223,7 +223,13 @@ LOGS: dict[str, Callable[[], Log]] = {
         label="y", dense="money,tenure,area"),
     "presence tells": lambda: log(
         {"churned": flag(), "user": hexes(60), "plan": pick(["a", "b"])},
-        label="churned", left_out="reason,order_value"),
+        label="churned", left_out="reason,order_value,state"),
+    "rows by number and measures by name": lambda: log(
+        {"Row Number": np.arange(NUM_ROWS) + 1, "customer": [f"K-{i * 7919 % 99991:05}" for i in range(NUM_ROWS)],
+         "days_as_customer": ids(40), "previous_calls": ids(9), "rent": [f"R${own:,.2f}" for own in reals() * 900],
+         "play_time_ms": 1_649_347_200_000 + np.arange(NUM_ROWS) * 977, "veil": ["p"] * NUM_ROWS,
+         "agent": counts() % 90, "y": flag()},
+        label="y", dense="days_as_customer,previous_calls,rent", left_out="Row Number,customer,play_time_ms,veil"),
     "codes and counts without a telling name": lambda: log(
         {"y": flag(), "a": codes(30), "b": counts(), "c": ids(40), "d": RNG.integers(0, 10**7, NUM_ROWS),
          "e": sparse(60), "f": hexes(50)},
@@ -240,6 +246,7 @@ def made(name: str) -> tuple[pd.DataFrame, Log]:
         frame["user"] = hexes(30)
     if name == "presence tells":
         frame["reason"] = pd.Series(lists(GENRES, "/")).where(frame["churned"] == 1)
+        frame["state"] = np.where(frame["churned"] == 1, np.where(flag(0.9), "gone", "asleep"), "here")
         frame["order_value"] = np.where(frame["churned"] == 1, reals(), 0.0)
     if name == "a rating that made the label":
         frame["label"] = (frame["points"] >= 4).astype(int)
@@ -349,7 +356,7 @@ LABELS: dict[str, tuple[dict[str, Any], str]] = {
                         "(class holds 3 classes, and one is learned at a time); --label class=acc makes one"),
     "a label with a missing value": ({"label": [0, 1, None, 1] * 4, "g": ["F", "M"] * 8}, "missing, the first in"),
     "True. and False.": ({"Churn?": ["True.", "False."] * 8, "g": ["F", "M"] * 8}, "--label 'Churn?=True.' makes one"),
-    "no name": ({"u": [*"abcd"] * 4, "g": ["F", "M"] * 8, "size": range(16)}, "--label size, a measure, trains a"),
+    "no name": ({"u": [*"abcd"] * 4, "g": ["F", "M"] * 8, "size": range(16)}, "; a measure, such as size, trains a"),
     "a measure of few rows": ({"flag": [0, 1] * 4, "cost": [own / 3 for own in range(8)]}, "--label cost, a measure,"),
     "a price in the middle": ({"view": [0, 1] * 8, "price": range(16), "lot": range(9, 25)}, "--label price, a"),
     "a log of clicks alone": ({"item": range(16), "timestamp": range(10**9, 10**9 + 16)}, "clicks alone"),
@@ -359,6 +366,19 @@ LABELS: dict[str, tuple[dict[str, Any], str]] = {
         {"Income": range(16), "a": [0, 1] * 8, "b": [1, 0] * 8}, "--label: b, a; --label Income, a measure,"),
     "a price of two words": ({"AveragePrice": range(16), "v": [*"abcd"] * 4}, "--label AveragePrice, a measure,"),
     "codes of answers": ({"response": [200, 304, 404, 200] * 4, "v": [*"abcd"] * 4}, "--label response=200 makes one"),
+    "a flag at the end": (
+        {"home": [*"abcd"] * 4, "neutral": [0, 1] * 8}, "--label: neutral; 'NAME=VALUE' takes a class"),
+    "a class before the last of two": (
+        {"Class": [*"abca"] * 4, "satisfaction": ["satisfied", "not"] * 8}, "--label satisfaction=satisfied makes one"),
+    "two classes at the end": ({"a": [0, 1] * 8, "z": ["+", "-", "-"] * 5 + ["-"]}, "--label: z=+, a"),
+    "what happened": ({"event": ["view", "cart", "view", "purchase"] * 4, "price": range(16)},
+                      "--label: event=purchase; --label price, a measure,"),
+    "a value of what happened": (
+        {"c": ["pv", "fav", "pv", "buy"] * 4, "e": range(10**9, 10**9 + 16)}, "--label: c=buy"),
+    "a status": (
+        {"loan_status": ["Paid", "Late", "Paid", "Paid"] * 4, "addr": ["a b"] * 16}, "--label: loan_status=Late"),
+    "one flag with a likely name": (
+        {"canceled": [0, 1] * 8, "dist": range(16)}, "--label: canceled; a measure, such as dist"),
     "no name and no measure": ({"u": [*"abcd"] * 4, "g": ["F", "M"] * 8, "v": [*"abcd"] * 4}, "no name tells one"),
 }  # fmt: skip
 
@@ -525,6 +545,11 @@ OTHER_FILES = {
     "log.ffm": (b"1 0:3:1 1:5:0.5\n0 0:4:1\n", "libffm"),
     "log.bz2": (b"BZh91AY&SY", "bzip2"),
     "log.stream": (b"\xff\xff\xff\xff\x10\x01", "a stream of Arrow"),
+    "log.xls": (b"\xd0\xcf\x11\xe0\xa1\xb1", "Excel"),
+    "log.dta": (b"<stata_dta><header>", "Stata"),
+    "log.db": (b"SQLite format 3\x00", "SQLite"),
+    "log.arff": (b"% Title: log\n%\n@RELATION log\n@attribute a numeric\n", "ARFF"),
+    "log.log": (b'199.72.81.55 - - [01/Jul/1995:00:00:01 -0400] "GET / HTTP/1.0" 200 6245\n', "a log of a web server"),
     "log.pkl": (b"\x80\x04\x95", "pickle"),
 }
 

@@ -301,7 +301,7 @@ def test_a_bad_line_is_named_with_its_column_and_value(
         ("label,int_0,a,b,a", "the header names column a twice; rename one of them"),
         (
             'label,int_0,a,b,"w',
-            "the header cannot be read (unexpected end of data); write the file as UTF-8 with line breaks",
+            "the header cannot be read (unexpected end of data); write the file as text in UTF-8",
         ),
         ("", "the file has no header; its first line must name the columns"),
     ],

@@ -460,9 +460,12 @@ def fields_by_line(path: Path, lines: tuple[bytes, bytes], delimiter: str) -> tu
         names = fields_of(header.decode(), delimiter, strict=True)
         cells = fields_of(first_row.decode(errors="replace"), delimiter, strict=False)
     except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path}: the header cannot be read ({error}); write the file as text in UTF-8") from None
+    if (lacking := names.count("")) > 1:
         raise DataError(
-            f"{path}: the header cannot be read ({error}); write the file as UTF-8 with line breaks"
-        ) from None
+            f"{path}, line 1: {lacking} of {len(names)} columns have no name; name them, or remove the line if it is a "
+            "title"
+        )
     for name in names:
         if names.count(name) > 1:
             values = "; if these are values, add a line above with the names of the columns" if is_number(name) else ""
