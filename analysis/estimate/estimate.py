@@ -128,8 +128,8 @@ TASKS = (
 OF_HOST = ("fetch", "write back", "barrier")  # their rows' rates are measured here
 CORES_OF_PAIR = 2  # with fewer, steps of ranks took up to twice as long as estimated
 NEARLY = 0.9  # a core that nothing else uses is idle for at least this share of the time
-# fraction of a step's time: predictions were off by 8 % on average; processor time on busy cores by up to this
-LEAST_MARGIN, BUSY_MARGIN = 0.1, 0.25
+# fraction of a step's time: predictions were off by 5 % on average, on busy cores and of several ranks by up to this
+LEAST_MARGIN, BUSY_MARGIN, RANKS_MARGIN = 0.1, 0.25, 0.4
 UNKNOWN = 0.2  # error of a kernel that was measured at too few shapes to know it
 HANDLED, HANDLING_S = ("read", "send", "write"), 5e-5  # a batch from its decoder, a piece into the ring
 
@@ -248,7 +248,7 @@ def estimated(job: Job, plan: Sequence[PlannedStep], device: DeviceRates, host: 
         tasks.append({**seconds, "step": step_s, "decode": own.decode_s, "plan": own.plan_s} | overhead)
     return Estimated(
         lambda name, step: tasks[step].get(name, HANDLING_S if name in HANDLED else 0.0),
-        max(LEAST_MARGIN, margin(device, of_kernels)) * (2 if outside else 1),
+        max(LEAST_MARGIN if job.ranks.count == 1 else RANKS_MARGIN, margin(device, of_kernels)) * (2 if outside else 1),
         sorted(outside),
     )
 
