@@ -188,7 +188,7 @@ def flights() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         log, job = Path(name) / "flights.csv", Path(name) / "job.toml"
         log.write_bytes(gzip.decompress((files("rowcast") / "flights.csv.gz").read_bytes()))
-        command = [sys.executable, "-m", "rowcast", "new", "--data", str(log), "--dense", "miles"]
+        command = [sys.executable, "-m", "rowcast", "new", "--data", str(log), "--label", "late", "--dense", "miles"]
         job.write_bytes(subprocess.run(command, check=True, capture_output=True).stdout)
         once = {"data.epochs": "1", "data.shuffle": "none", "data.batch_size": "32", "eval.patience": "0"}
         return forgetting(job, FLIGHT_STEPS, once)
