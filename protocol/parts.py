@@ -297,7 +297,7 @@ def own_bounds(batch_size: int, rank: Rank) -> list[int]:
 
 
 def own_parts(lookups: Lookups, rank: Rank, whole: Collection[int]) -> list[Lookups]:
-    """Returns the look-ups of each of the rank's parts, as `ids_of_samples`. `own`: the rank's of the batch."""
+    """Returns the look-ups of each of the rank's parts, as `ids_of_samples`. `lookups`: the rank's."""
     if rank.parts_per_rank == 1:
         return [replace(lookups, others=0)]
     return [ids_of_samples(lookups, slice(*ends), whole) for ends in pairwise(own_bounds(lookups.batch_size, rank))]

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,15 @@ def package_of(name: str) -> str:
     """The room of ours that a module is in, or the library."""
     first, _, rest = name.partition(".")
     return rest.partition(".")[0] if first == "rowcast" else first
+
+
+def test_a_docstring_names_arguments_that_the_function_has() -> None:
+    for file in chain.from_iterable(map(source_files, (*FORBIDDEN, "deploy"))):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                given = {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)}
+                named = re.findall(r"(?:^|[.;)] |\n\s*)`(\w+)`:", ast.get_docstring(node) or "")
+                assert {*named} <= given, f"{file.name}: {node.name} explains {sorted({*named} - given)}"
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)

@@ -164,7 +164,7 @@ def store_calls(groups: Sequence[GroupSpec], plan: StepPlan, seen: Sequence[set[
 
 
 def step_calls(job: Job, groups: Sequence[GroupSpec], plan: StepPlan, samples: Samples) -> Iterator[KernelCall]:
-    """The trainer's. `own`: its samples."""
+    """Yields the trainer's calls. `samples`: its own."""
     trains, parts = plan.kind == "train", job.ranks.num_parts // job.ranks.count
     fetched_bytes = [
         len(moves.fetch_keys) * group.record_bytes for group, moves in zip(groups, plan.groups, strict=True)

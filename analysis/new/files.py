@@ -364,7 +364,7 @@ def parquet_pieces(files: list[Path], begin: Begin) -> Pieces:
 
 
 def kind_of(kind: Any) -> Kind:
-    """`text`: the values decide."""
+    """Returns the kind of an Arrow type; for "text" the values decide."""
     single = kind.value_type if is_list(kind) or pa.types.is_dictionary(kind) else kind
     if pa.types.is_temporal(single):
         return "time"

@@ -82,7 +82,7 @@ def gather_shards(
 ) -> Generator[bool, None, list[ShardFile]]:
     """Waits for the shard files of all other ranks, and removes them. `is_over`: the checkpoint is no longer needed.
 
-    Raises DataError if one is unreadable or does not agree with `own`, and Abandoned if they do not arrive."""
+    Raises DataError if one is unreadable or does not agree with `shard`, and Abandoned if they do not arrive."""
     shards, progress = [shard], OthersProgress(folder)
     for number in range(1, shard.count):
         path = folder / shard_name(number)
@@ -129,7 +129,7 @@ def check_agrees(path: Path, number: int, other: ShardFile, own: ShardFile) -> N
 def await_manifest(
     look: Callable[[], Manifest | None], folder: Path, shard: ShardFile, is_over: Callable[[], bool]
 ) -> Generator[bool, None, Manifest]:
-    """Waits for the manifest that names `own`. `look` returns a new manifest of the step, if there is one. Raises
+    """Waits for the manifest that names `shard`. `look` returns a new manifest of the step, if there is one. Raises
     Abandoned if it does not arrive."""
     progress = OthersProgress(folder)
     while True:

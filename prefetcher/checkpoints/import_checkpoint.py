@@ -285,7 +285,7 @@ Source = EarlierRun | ExportedFile
 
 
 def may_become(saved: str, needed: str, name: str) -> bool:
-    """Returns whether a tensor of dtype `found` (safetensors' name) may fill a field of dtype `needed`. Only weights
+    """Returns whether a tensor of dtype `saved` (safetensors' name) may fill a field of dtype `needed`. Only weights
     are converted."""
     return saved == needed or (name.startswith("embedding_bags.") and saved in ROW_TYPES)
 

@@ -229,8 +229,8 @@ class ExchangedRows:
 
 
 def shared_rows(own: OwnRows, asked: Sequence[I64], number: int) -> ExchangedRows:
-    """Of rank `number`. `asked`: of each rank, this one included, the distinct rows of this shard that it looks up, by
-    ascending key."""
+    """Returns what rank `number` exchanges. `asked`: of each rank, this one included, the distinct rows of this shard
+    that it looks up, by ascending key."""
     sums, send = ordered_sum(asked, number)
     return ExchangedRows(own=own, send_counts=tuple(map(len, asked)), send=send, sums=sums)
 
@@ -296,7 +296,7 @@ class ShareOfBatch:
         return [rows.wanted[rank] for rows in needed]
 
     def complete(self, needed: Sequence[OwnRows], asked: Sequence[Sequence[I64]]) -> tuple[ExchangedRows, ...]:
-        """`own`: as `want` returned them. `asked`: as in `shared_rows`, of each rank and group."""
+        """`needed`: as `want` returned them. `asked`: as in `shared_rows`, of each rank and group."""
         of_groups = zip(needed, zip(*asked, strict=True), strict=True)
         return tuple(shared_rows(*one, self._rank.number) for one in of_groups)
 

@@ -90,7 +90,7 @@ class Arranger(Protocol):
         """Returns what this rank knows of each group's rows without the others."""
 
     def wanted(self, needed: Any, rank: int) -> list[I64]:
-        """Returns the keys of a rank's shard that the own samples look up, by group. `own`: as `want` returned it."""
+        """Returns the keys of a rank's shard that this rank looks up, by group. `needed`: as `want` returned it."""
 
     def complete(self, needed: Any, asked: Sequence[Sequence[I64]]) -> tuple[NeededRows, ...]:
         """`asked`: the keys of this shard that the samples of each rank look up, by group."""
@@ -324,7 +324,7 @@ class RowPlanner:
         self.counters = PlanCounters()
 
     def own_parts(self, lookups: Lookups) -> Sequence[Lookups]:
-        """`own`: look-ups of the rank's samples of a batch."""
+        """`lookups`: of the rank's samples of a batch."""
         return own_parts(lookups, self.rank, self._batch_features) if self.rank.is_divided else [lookups]
 
     def group(self, batch: Lookups) -> tuple[NeededRows, ...]:
@@ -399,7 +399,7 @@ class RowPlanner:
 
     @property
     def num_known(self) -> int:
-        """Of batches."""
+        """Returns the number of known batches."""
         return self.known.num_batches + len(self._open)
 
     def ready(self) -> bool:

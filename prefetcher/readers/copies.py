@@ -262,7 +262,7 @@ class Copy:
         return True
 
     def make(self, progress: Progress) -> None:
-        """Reads the source, unless another process has done so meanwhile. Raises as `open_copies`."""
+        """Reads the source, unless another process has done so meanwhile. Raises ConfigError and DataError."""
         folder, partials = self._path.parent, re.compile(re.escape(self._path.name) + r"\.[0-9a-f]+\.partial")
         try:
             folder.mkdir(parents=True, exist_ok=True)

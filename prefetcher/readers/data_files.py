@@ -139,7 +139,7 @@ def with_recorded_rule(job: Job, checkpoint: Manifest) -> Job:
 
 def in_recorded_order(job: Job, checkpoint: Manifest) -> Job:
     """Returns the job with the `data.by_name` of the checkpoint's run: older versions read files in the order of their
-    names. Only two files of which numbers and names give different orders can tell it; without such files the job stays
+    names. Only two files whose orders by number and by name differ can show it; without such files the job stays
     as it is."""
     if isinstance(checkpoint, ManifestOfVersion3) and not checkpoint.is_import:
         return ordered(job, by_name=True)

@@ -34,7 +34,7 @@ LEAST_LINES = 3  # per record: shorter ones are stored faster through the caches
 
 def stored_bytes(record_bytes: int) -> int:
     """Returns the bytes of a record in a store's memory: whole cache lines if they can be stored past the caches. The
-    last line ends in zeros. On every machine the same: the rows that fit a memory tier decide plans."""
+    last line ends in zeros. The same on every machine, because the rows that fit a memory tier decide plans."""
     return aligned(record_bytes, LINE_BYTES) if record_bytes > LEAST_LINES * LINE_BYTES else record_bytes
 
 

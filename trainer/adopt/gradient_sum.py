@@ -169,7 +169,7 @@ class Width:
     def joined(
         self, given: Iterable[tuple[Tensor, Tensor, bool] | None], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Returns ids, i64 [n], and gradients, f32 [n, D]. `own`: of each table, as `own_gradient` returns them."""
+        """Returns ids, i64 [n], and gradients, f32 [n, D]. `given`: of each table, as by `own_gradient`."""
         based = [(base, *each) for base, each in zip(self._bases, given, strict=False) if each is not None]
         ids = torch.cat([NO_ROWS.to(device), *((base + ids).to(device) for base, ids, _, _ in based)])
         gradients = torch.cat([NO_VALUES.to(device).view(0, self.dim), *(each.to(device) for _, _, each, _ in based)])

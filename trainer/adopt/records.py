@@ -324,7 +324,7 @@ def distinct_rows(size: int, ids: npt.NDArray[np.integer[Any]]) -> npt.NDArray[n
 
 @compiled_loop
 def list_distinct(ids: I64, size: int, words: U64, marks: Bytes, distinct: I64) -> int:
-    """Writes distinct ids to `found`, and returns how many there are. `marks`: a bit for each row, 0; the bytes of
+    """Writes the ids to `distinct`, and returns how many there are. `marks`: a bit for each row, 0; the bytes of
     `words`."""
     for row in ids:
         if 0 <= row < size:

@@ -278,7 +278,7 @@ class DeviceCache:
         return True
 
     def _is_issued(self, after: int | None) -> bool:
-        """Returns whether the loop has issued plan `fill_after`: a stream can wait only for a recorded event."""
+        """Returns whether the loop has issued plan `after`: a stream can wait only for a recorded event."""
         return after is None or (self._last_issued is not None and after <= self._last_issued)
 
     def _send_victims(self, plan: ArrivedPlan, victims: list[RowSpan], room: StagingSpan) -> None:

@@ -184,7 +184,7 @@ def is_one_kind(values: Sequence[Any]) -> bool:
 
 
 def types_of(roles: Roles, schema: Any) -> Types:
-    """Returns the types of the columns that are read, by those `found` in the first lines."""
+    """Returns the types of the columns that are read, by those in the first lines."""
     features = {feature.name: feature for feature in roles.features}
     numbers = {*roles.labels, *roles.dense, *roles.weights} - features.keys()
     kinds = {name: schema.field(name).type for name in roles.names()}
