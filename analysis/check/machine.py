@@ -174,7 +174,7 @@ class Device:
     """The device and the model as the trainer's own start reports them."""
 
     name: str = "none"
-    free_bytes: int | None = None  # of device memory; None if the device uses host memory
+    free_bytes: int | None = None  # free device memory; None if the device uses host memory
     refusal: str | None = None  # why the device cannot be used
     count: int = 1  # such devices on this host
     model_refusal: str | None = None  # why the model cannot be built

@@ -86,7 +86,7 @@ RATING_NAMES = ("rating", "ratings", "stars", "score", "overall", "review_score"
 YES = rf"{HAPPENED}|(?i:\s*(yes|y|true|t|pos|click|clicked|won|win|good|like|acc|accept(ed)?|satisfied|>.*)\.?\s*)"
 MOST_CLASSES = 20
 FEWEST_MEASURED = 10  # different numbers
-LONG = 1e8  # where every number is as large, they are times or ids
+LONG = 1e8  # a column whose numbers all reach this holds times or ids
 FEWEST = 10  # rows of each class, for an evaluation that says something
 TAIL = 0.1  # of the rows, for evaluation
 

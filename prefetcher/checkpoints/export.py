@@ -67,7 +67,7 @@ def export_start(job: Job, out: Path) -> None:
 
 
 def all_of(groups: tuple[GroupSpec, ...], most: int = MOST_ROWS) -> frozenset[int]:
-    """Returns the tables of at most so many rows, by index."""
+    """Returns the indices of the tables that have at most `most` rows."""
     return frozenset(table.index for group in groups for table in group.tables if table.num_embeddings <= most)
 
 

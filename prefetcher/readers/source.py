@@ -235,7 +235,7 @@ class RankSource:
     """
 
     def __init__(self, source: Source, rank: Rank, of: Belonging) -> None:
-        # of the batch polled last: of its files (data.follow), or of all its samples if it came whole; else 0
+        # covers the newest polled batch: its files (data.follow), or all its samples if it came whole; 0 if neither
         self.checksum = 0
         self.whole: Lookups  # as the ids that were polled last came: of all samples, if this rank reads these
         self.belonging = of

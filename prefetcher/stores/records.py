@@ -23,7 +23,7 @@ Elements = npt.NDArray[np.generic]  # float32, float16, or uint16 for bf16
 ELEMENTS: dict[RowType, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 BF16_NAN = 0x7FC0
 WORD = 8  # bytes
-WORDS_AHEAD = 512  # of the word that is checked; the processor alone prefetches half as fast
+WORDS_AHEAD = 512  # the loop prefetches this far; the processor's own prefetching is half as fast
 u64_at = arrays_of(np.uint64)
 # of the elements of a word: their signs, and the last bits of their exponents
 BITS: dict[RowType, tuple[int, int]] = {

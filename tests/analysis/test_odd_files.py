@@ -261,7 +261,7 @@ MORE = [  # that nobody had named
     OddFile("text of another name", lambda: csv(clicks(), sep=";"), RightJob(), file="clicks.inter"),
     OddFile("an empty line within", lambda: with_line(501, b"\n"),
             OneSentence(code=4, says=("{path}, line 501", "the line is empty"))),
-    OddFile("numbers alone, of which none is an id", lambda: csv(clicks()[["price", "clicked"]]),
+    OddFile("numbers only, and no ids", lambda: csv(clicks()[["price", "clicked"]]),
             RightJob(hashed=(), numbered=())),
     OddFile("a second line of names", lambda: b"X1,X2,X3,Y\n" + csv(clicks()),
             OneSentence(code=4, says=("{path}: after line 1", "'user item price clicked'", "remove one"))),

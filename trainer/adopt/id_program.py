@@ -32,12 +32,12 @@ from rowcast.trainer.adopt.row_gradient import RowGradient
 
 MANY = 8  # a longer list of lists or arrays is one array: samples. A shorter one is a structure: fields
 MOST_DEPTH = 8  # of objects within a batch
-MOST_PARTS = 20_000  # of a batch: objects nested deeper are not part of it, such as its data set
+MOST_PARTS = 20_000  # we read this many objects of a batch; more would belong to its data set, or the like
 MOST_FLOATS = 4096  # of a constant such as the boundaries of buckets; larger ones are states of the model
 MOST_COLUMNS = 256  # of a leaf that are compared one by one
 FEW_CASTS = 4  # columns of a matrix that are cast at once; fewer are cast one by one
 MOST_LISTED = 4096  # elements of a list of sizes
-LARGEST = 1 << 24  # of the sizes that are read: a wrong one must not take all memory
+LARGEST = 1 << 24  # a size read from a batch counts as at most this, so that a wrong one cannot take all memory
 MOST_RECORDED = 100_000  # operations: a script whose loop was left in the middle stays in its recording
 
 aten = torch.ops.aten

@@ -24,7 +24,7 @@ from rowcast.runtime.errors import ConfigError
 
 States = dict[str, Any]  # of generators of random numbers, by name
 StateOf = tuple[Callable[[], Any], Callable[[Any], object]]  # gets and sets it
-MOST_PARTS = 1000  # of a loader that are searched for generators
+MOST_PARTS = 1000  # we search this many parts of a loader for generators
 NO_LOOP = -1  # of `skip`: the loop is not one that saves go on in
 NUMPY = "numpy.random"
 
